@@ -1,0 +1,110 @@
+"""The `manyhands` command: its options, its table of commands, its exit codes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from manyhands._version import __version__
+from manyhands.core.errors import ManyhandsError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """Where a command lives and what `manyhands --help` says of it."""
+
+    module: str
+    """The module whose `app`, a `typer.Typer`, is the command (or the group of commands)."""
+    help: str
+    """One line; kept here so that the overview loads none of the modules."""
+
+
+COMMANDS: Mapping[str, Command] = {}
+"""Every command by name, in the order of the overview."""
+
+
+class LazyGroup(TyperGroup):
+    """A group that lists its commands from `COMMANDS` and imports a module when it is called."""
+
+    # Any: newer typers bring a click of their own, so click's types have no public name.
+    def __init__(self, **attrs: Any) -> None:  # noqa: ANN401
+        super().__init__(**attrs)
+        for name, command in COMMANDS.items():
+            self.commands[name] = TyperCommand(name, help=command.help)
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401
+        """The commands in the order of the table."""
+        return list(COMMANDS)
+
+    def resolve_command(
+        self,
+        ctx: Any,  # noqa: ANN401
+        args: list[str],
+    ) -> tuple[str | None, Any, list[str]]:
+        """Finds the command by its placeholder, then loads the real one."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and name in COMMANDS:
+            command = load(COMMANDS[name])
+        return name, command, rest
+
+
+def load(command: Command) -> object:
+    """Imports the module of a command and returns what typer makes of its `app`."""
+    app = cast("typer.Typer", import_module(command.module).app)
+    return typer.main.get_command(app)
+
+
+def show_version(wanted: bool) -> None:
+    """Prints the version and ends, when it was asked for."""
+    if wanted:
+        print(f"manyhands {__version__}")
+        raise typer.Exit
+
+
+def overview(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Train one PyTorch model with every machine you can reach."""
+
+
+def build_app() -> typer.Typer:
+    """The application, made anew for each call: nothing happens at import."""
+    app = typer.Typer(
+        cls=LazyGroup,
+        no_args_is_help=True,
+        add_completion=False,
+        # A traceback with the values of all locals would print tokens and passwords.
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(overview)
+    return app
+
+
+def main() -> None:
+    """Runs the command line and ends the process with its exit code.
+
+    0 done; 1 an error of manyhands; 2 something the user typed; 130 interrupted. The error and
+    its hint go to stderr. Any other exception is a bug and keeps its traceback.
+    """
+    try:
+        build_app()()
+    except ManyhandsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

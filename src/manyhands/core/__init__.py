@@ -1,0 +1,1 @@
+"""Plain values: errors, addresses, peers and views. No torch, no I/O."""

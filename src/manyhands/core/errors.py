@@ -1,0 +1,119 @@
+"""Every error manyhands raises, in one tree.
+
+    ManyhandsError
+    ├── UsageError (ValueError)      something a user typed or passed
+    │   ├── AddressError             a URL or join code
+    │   └── SettingsError            a setting out of its range, an unknown key
+    ├── WireError                    bytes that are not what the protocol says
+    │   ├── Truncated                they end too early
+    │   ├── Oversized                they announce more than the receiver takes
+    │   ├── WrongVersion             another version of the protocol
+    │   └── Malformed                not a frame, or a header that breaks its schema
+    └── LinkError                    a link to the other peers of a run
+        ├── LinkClosed               you closed it
+        ├── LinkBroken               they went away: the meeting point cannot be reached
+        ├── LinkTimeout              a named wait ended without its event
+        ├── Refused                  the meeting point turned this peer away, and why
+        ├── Excluded                 the run goes on without this peer
+        └── PeerGone                 the peer you address has left the run
+
+Each carries its facts as fields, and an optional `hint`: what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class ManyhandsError(Exception):
+    """The root. `str(error)` is the message, then a `hint:` line when there is a remedy."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class UsageError(ManyhandsError, ValueError):
+    """Something a user typed or passed cannot be used."""
+
+
+class AddressError(UsageError):
+    """A URL or a join code cannot be understood or must not be used as it is."""
+
+
+class SettingsError(UsageError):
+    """A setting is unknown or out of its range."""
+
+
+class WireError(ManyhandsError):
+    """Received bytes are not what the protocol says."""
+
+
+class Truncated(WireError):
+    """The bytes end before the frame does."""
+
+
+class Oversized(WireError):
+    """A frame announces more than the receiver takes; nothing was allocated for it."""
+
+
+class WrongVersion(WireError):
+    """The frame is of another version of the protocol."""
+
+    def __init__(self, message: str, *, version: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.version = version
+
+
+class Malformed(WireError):
+    """Not a frame at all, or a header that does not follow its schema."""
+
+
+class LinkError(ManyhandsError):
+    """A link cannot do what was asked of it."""
+
+
+class LinkClosed(LinkError):
+    """The link was closed on this side."""
+
+
+class LinkBroken(LinkError):
+    """The meeting point cannot be reached any more, or broke the protocol."""
+
+
+class LinkTimeout(LinkError, TimeoutError):
+    """A wait ended without its event; `waited_for` names the event."""
+
+    def __init__(self, waited_for: str, timeout_s: float, *, hint: str | None = None) -> None:
+        super().__init__(f"no {waited_for} within {timeout_s:g} s", hint=hint)
+        self.waited_for = waited_for
+        self.timeout_s = timeout_s
+
+
+class Refused(LinkError):
+    """The meeting point turned this peer away; `code` says why in one word."""
+
+    def __init__(self, code: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class Excluded(LinkError):
+    """The run goes on without this peer; to take part again, open a new link."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"this peer is no longer part of the run: {reason}",
+            hint="open a new link to rejoin as a new incarnation",
+        )
+        self.reason = reason
+
+
+class PeerGone(LinkError):
+    """The addressed peer has left the run."""
+
+    def __init__(self, peer: object) -> None:
+        super().__init__(f"peer {peer} is no longer in the run")
+        self.peer = peer

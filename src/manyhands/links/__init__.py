@@ -1,0 +1,1 @@
+"""Links: how a peer talks to the others of its run."""

@@ -1,0 +1,524 @@
+"""The hub: our relay, which every peer dials and which dials nobody.
+
+    accept ─► TLS, Hello ─► Session ─┬─ reader thread: frames of the peer ─► Room
+                                     └─ writer thread: the peer's Outbox ─► frames to the peer
+    ticker thread: leases of all rooms, deadlines of handshakes
+
+Threads and blocking sockets: a relay copies bytes, and Python lets go of its lock while it does.
+It starts inside any process (`with Hub(...)`) or as `manyhands hub`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from manyhands._version import __version__
+from manyhands.core.address import (
+    HUB_PORT,
+    HubAddress,
+    check_run,
+    is_loopback,
+    split_host_port,
+)
+from manyhands.core.errors import (
+    AddressError,
+    LinkBroken,
+    LinkError,
+    LinkTimeout,
+    Malformed,
+    SettingsError,
+    Truncated,
+    WireError,
+)
+from manyhands.core.peers import PeerId
+from manyhands.links import arbiter
+from manyhands.links.journal import Journal
+from manyhands.links.messages import (
+    HEADER_BYTES,
+    SCHEMA,
+    Beat,
+    BeatBack,
+    Bye,
+    Credit,
+    Data,
+    Dismissal,
+    Hello,
+    Refusal,
+    Welcome,
+)
+from manyhands.links.outbox import Budget, Outbox
+from manyhands.links.room import Frame, Room
+from manyhands.links.stream import Stream
+from manyhands.links.tls import server_context
+from manyhands.wire.frames import FrameReader, Limits, encode_prefix
+
+ACK_BYTES = 2 << 20  # say what has arrived at least this often
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubLimits:
+    """What a hub takes on at most."""
+
+    peers: int = 256
+    runs: int = 64
+    handshakes: int = 64
+    """Connections that have not said who they are."""
+    handshake_s: float = 5.0
+    bytes_in_flight: int = 1 << 30
+    """Payload held for all peers; above it the hub stops reading from whoever sends."""
+
+
+class Hub:
+    """A running hub. `address` is where peers find it; `address.code()` is the join code."""
+
+    def __init__(
+        self,
+        bind: str = f"127.0.0.1:{HUB_PORT}",
+        *,
+        advertise: str | None = None,
+        state: Path | None = None,
+        insecure: bool = False,
+        runs: frozenset[str] | None = None,
+        limits: HubLimits | None = None,
+    ) -> None:
+        host, port = split_host_port(bind, HUB_PORT)
+        if insecure and not is_loopback(host):
+            raise AddressError(
+                f"an insecure hub on {host} would let anybody on the network in",
+                hint="bind it to 127.0.0.1, or leave --insecure out: TLS and a token are no work",
+            )
+        for run in runs or ():
+            check_run(run)
+        self._limits = limits or HubLimits()
+        self._runs = runs
+        self._journal = Journal(state)
+        self._tls = (
+            None
+            if insecure
+            else server_context(self._journal.key_pem, self._journal.certificate_pem)
+        )
+        self._lock = threading.Lock()
+        self._rooms: dict[str, Room] = {}
+        self._sessions: dict[int, Session] = {}
+        self._handshakes: dict[socket.socket, float] = {}  # socket -> deadline
+        self.budget = Budget(self._limits.bytes_in_flight)
+        self._threads: set[threading.Thread] = set()
+        self._closing = threading.Event()
+        self._listener = _listen(host, port)
+        bound = self._listener.getsockname()[1]
+        shown_host, shown_port = split_host_port(advertise or _reachable(host), bound)
+        self.address = HubAddress(
+            host=shown_host,
+            port=shown_port,
+            token="" if insecure else self._journal.token,
+            fingerprint="" if insecure else self._journal.fingerprint,
+            insecure=insecure,
+        )
+        self._spawn(self._accept, "hub accept")
+        self._spawn(self._tick, "hub tick")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def room(self, run: str) -> Room | None:
+        """The room of a run, if somebody has opened it."""
+        return self._rooms.get(run)
+
+    def close(self) -> None:
+        """Stop. Peers see their connection end and look for a restarted hub. Idempotent."""
+        self._closing.set()
+        self.budget.wake()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            sessions = list(self._sessions.values())
+            waiting = list(self._handshakes)
+        for sock in waiting:
+            _shut(sock)
+        for session in sessions:
+            session.end()
+        while True:
+            with self._lock:
+                threads = [t for t in self._threads if t is not threading.current_thread()]
+            if not threads:
+                break
+            for thread in threads:
+                thread.join()
+        self._listener.close()
+
+    # -- connections ----------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closing.is_set():
+                    return
+                # Out of descriptors: the peers that are here go on, newcomers try again.
+                log.exception("hub cannot accept connections")
+                self._closing.wait(1.0)
+                continue
+            with self._lock:
+                full = len(self._handshakes) >= self._limits.handshakes
+                if not full:
+                    deadline = time.monotonic() + self._limits.handshake_s
+                    self._handshakes[sock] = deadline
+            if full:
+                sock.close()
+            else:
+                self._spawn(lambda sock=sock: self._serve(sock), "hub connection")
+
+    def _serve(self, raw: socket.socket) -> None:
+        """One connection, from its first byte to its last."""
+        stream: Stream | None = None
+        try:
+            where = raw.getpeername()[:2]
+            sock = raw if self._tls is None else self._tls.wrap_socket(raw, server_side=True)
+            stream = Stream(sock)
+            self._greet(stream, raw, where)
+        except (LinkError, WireError, OSError) as error:
+            log.warning("connection ended: %s", error)
+        finally:
+            with self._lock:
+                self._handshakes.pop(raw, None)
+            if stream is not None:
+                stream.detach()
+            raw.close()
+
+    def _greet(self, stream: Stream, raw: socket.socket, where: tuple[str, int]) -> None:
+        """Read the Hello, find or make the session, then read until the connection ends."""
+        reader = FrameReader(stream.recv_into, Limits(header_bytes=4096, payload_bytes=0))
+        first = reader.next()
+        with self._lock:
+            # From here on silence is a matter of leases.
+            if self._handshakes.pop(raw, None) is None:
+                return log.warning("%s:%s: no greeting in time", *where)
+        if first is None:
+            return None
+        hello = SCHEMA.decode(first[0].kind, first[1])
+        if isinstance(hello, Refusal):  # a peer that does not trust us says so
+            return log.warning("%s:%s went away: %s", *where, hello.message)
+        if not isinstance(hello, Hello):
+            raise Malformed(f"a connection starts with Hello, not {type(hello).__name__}")
+        session = self._admit(hello, stream)
+        if isinstance(session, Refusal | Dismissal):
+            text = session.message if isinstance(session, Refusal) else session.reason
+            log.warning("%s:%s, %s of run %r turned away: %s", *where, hello.peer, hello.run, text)
+            return stream.send([SCHEMA.encode(session)], timeout_s=1.0)
+        reader.limits = Limits(
+            header_bytes=HEADER_BYTES, payload_bytes=session.room.terms.part_bytes
+        )
+        return session.read(stream, reader)
+
+    def _admit(self, hello: Hello, stream: Stream) -> Session | Refusal | Dismissal:
+        if not self.address.insecure and not hmac.compare_digest(
+            hello.token.encode(), self._journal.token.encode()
+        ):
+            return Refusal("token", "the token is wrong", "use the join code this hub prints")
+        if refusal := self._check_run(hello.run):
+            return refusal
+        with self._lock:
+            if self._closing.is_set():
+                return Refusal("closing", "the hub is shutting down")
+            session = self._sessions.get(hello.peer.incarnation)
+            if session is not None and hello.back is not None:
+                if session.reconnect(stream, hello.back.session, hello.back.received):
+                    return session
+                return Dismissal("its session cannot be resumed: frames are gone")
+            if session is not None:
+                return Refusal("incarnation", "this peer is already here")
+            if len(self._sessions) >= self._limits.peers:
+                return Refusal("peers", f"the hub is full: {self._limits.peers} peers")
+            room = self._room_for(hello)
+            if isinstance(room, Refusal):
+                return room
+            session = Session(self, hello.run, room, hello.peer)
+            self._sessions[hello.peer.incarnation] = session
+        session.connect(stream)
+        reason = room.join(session, time.monotonic(), hello.back)
+        if reason is not None:
+            self.forget(session)
+            session.end()
+            return Dismissal(reason)
+        self._spawn(session.write, f"hub to {hello.peer}")
+        log.info("%s joined run %r", hello.peer, hello.run)
+        return session
+
+    def _check_run(self, run: str) -> Refusal | None:
+        try:
+            check_run(run)
+        except AddressError as error:
+            return Refusal("run", error.message, error.hint or "")
+        if self._runs is not None and run not in self._runs:
+            served = ", ".join(sorted(self._runs))
+            return Refusal("run", f"this hub does not serve run {run!r}", f"it serves {served}")
+        return None
+
+    def _room_for(self, hello: Hello) -> Room | Refusal:
+        """Under the lock: the run's room, opened (or reopened from the journal) if need be."""
+        room = self._rooms.get(hello.run)
+        if room is not None:
+            return room
+        if len(self._rooms) >= self._limits.runs:
+            # An empty room is kept as long as there is space: it knows whom it has excluded.
+            empty = next((name for name, room in self._rooms.items() if not room.num_ports), None)
+            if empty is None:
+                return Refusal("runs", f"the hub is full: {self._limits.runs} runs")
+            del self._rooms[empty]
+        try:
+            known = self._journal.view(hello.run)
+        except SettingsError as error:
+            return Refusal("journal", error.message, error.hint or "")
+        era = 1 if known is None else known.number.era + 1
+        restarted = hello.back is not None or (known is not None and bool(known.roster))
+        view = arbiter.first_view(era) if known is None else known
+        run = hello.run
+        room = Room(
+            hello.terms,
+            view,
+            time.monotonic(),
+            era=era,
+            restarted=restarted,
+            journal=lambda view: self._journal.save_view(run, view),
+        )
+        self._rooms[hello.run] = room
+        return room
+
+    # -- for sessions ---------------------------------------------------------------------------
+
+    def forget(self, session: Session) -> None:
+        """The session has ended."""
+        with self._lock:
+            if self._sessions.get(session.peer.incarnation) is session:
+                del self._sessions[session.peer.incarnation]
+
+    def wait_for_memory(self) -> None:
+        """Return when less than `bytes_in_flight` is held. Readers of peers always drain, so the
+        wait ends with their progress, or with the lease of one that makes none."""
+        self.budget.wait(self._closing.is_set)
+
+    # -- threads --------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        tick_s = 1.0
+        while not self._closing.wait(tick_s):
+            now = time.monotonic()
+            with self._lock:
+                rooms = list(self._rooms.values())
+                late = [sock for sock, deadline in self._handshakes.items() if now > deadline]
+                for sock in late:
+                    del self._handshakes[sock]
+            for sock in late:
+                _shut(sock)
+            for room in rooms:
+                room.tick(now)
+            tick_s = min([self._limits.handshake_s / 5, *(room.tick_s for room in rooms)])
+
+    def _spawn(self, work: Callable[[], None], name: str) -> None:
+        def body() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=body, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+
+class Session:
+    """One peer's stay: a port of its room that survives the connection it came by."""
+
+    def __init__(self, hub: Hub, run: str, room: Room, peer: PeerId) -> None:
+        self._hub, self.run, self.room, self.peer = hub, run, room, peer
+        self.outbox: Outbox[Stream] = Outbox(room.terms.watch_bytes, hub.budget)
+        self._secret = secrets.token_bytes(16)
+        self._num_received = 0  # frames of the peer that count for resuming
+        self._unsaid_bytes, self._said_s = 0, 0.0
+        self._withheld = False  # we are not reading: its silence is ours
+        self._stream: Stream | None = None
+        self._lock = threading.Lock()
+
+    # -- connections ----------------------------------------------------------------------------
+
+    def connect(self, stream: Stream) -> None:
+        """Answer the first Hello and begin."""
+        self._stream = stream
+        self.outbox.resume(stream, 0, self._welcome(resumed=False))
+
+    def reconnect(self, stream: Stream, secret: bytes, received: int) -> bool:
+        """Go on over a new connection; the old one, if it still seems alive, is closed."""
+        if not hmac.compare_digest(secret, self._secret):
+            return False
+        with self._lock:  # no frame of the old connection counts from here on: see `_take`
+            if not self.outbox.resume(stream, received, self._welcome(resumed=True)):
+                return False
+            old, self._stream = self._stream, stream
+        if old is not None:
+            old.close()
+        log.info("%s came back to run %r", self.peer, self.run)
+        return True
+
+    def _welcome(self, *, resumed: bool) -> Welcome:
+        return Welcome(self.room.terms, self._secret, __version__, resumed, self._num_received)
+
+    def read(self, stream: Stream, reader: FrameReader) -> None:
+        """Take the peer's frames until this connection ends."""
+        try:
+            self._read_frames(stream, reader)
+        except Truncated:
+            pass  # the connection broke within a frame: the peer will send it again
+        except WireError as error:
+            log.warning("%s broke the protocol: %s", self.peer, error)
+            self.room.dismiss(self.peer, f"it broke the protocol: {error}")
+        finally:
+            stream.close()
+            if self.outbox.pause(stream):
+                self.room.closed(self, time.monotonic())
+
+    def _read_frames(self, stream: Stream, reader: FrameReader) -> None:
+        while (head := reader.next()) is not None:
+            prefix, raw_header = head
+            frame = Frame(SCHEMA.decode(prefix.kind, raw_header))
+            if isinstance(frame.header, Data):
+                self._check_data(frame.header, prefix.payload_bytes)
+                # Whole frames are relayed: what came is what goes out.
+                frame.encoded = encode_prefix(*prefix) + raw_header
+            elif prefix.payload_bytes:
+                raise Malformed(f"{type(frame.header).__name__} has no payload")
+            if prefix.payload_bytes:
+                self._wait_for_memory()
+                frame.payload = memoryview(bytearray(prefix.payload_bytes))
+                reader.payload_into([frame.payload])
+            if not self._take(stream, frame):
+                return
+
+    def _take(self, stream: Stream, frame: Frame) -> bool:
+        """Count and route a whole frame; False if this connection has been replaced."""
+        with self._lock:
+            if self._stream is not stream:
+                return False
+            header = frame.header
+            if isinstance(header, Beat):
+                self.outbox.acked(header.received)
+                self.outbox.consumed(header.consumed)
+                self.outbox.put_now(BeatBack(header.n, self._num_received))
+                return True
+            if isinstance(header, Credit) and header.sender != self.peer.incarnation:
+                raise Malformed("a credit in another peer's name")
+            self._num_received += 1
+            self.room.post(self.peer, frame)
+            self._unsaid_bytes += frame.num_bytes
+            now = time.monotonic()
+            # By time too: on a slow link data leaves no room for beats, and renews the lease.
+            if self._unsaid_bytes >= ACK_BYTES or now - self._said_s > self.room.terms.beat_s:
+                self._unsaid_bytes, self._said_s = 0, now
+                self.outbox.put_now(BeatBack(0, self._num_received))
+        return not isinstance(header, Bye)
+
+    def _check_data(self, data: Data, payload_bytes: int) -> None:
+        if data.sender != self.peer.incarnation:
+            raise Malformed("data in another peer's name")
+        if sum(data.sizes) != payload_bytes:
+            raise Malformed(f"buffers of {sum(data.sizes)} bytes, a payload of {payload_bytes}")
+
+    def _wait_for_memory(self) -> None:
+        self._withheld = True
+        self._hub.wait_for_memory()
+        self._withheld = False
+
+    def write(self) -> None:
+        """Send what is in the outbox until the session ends."""
+        while (taken := self.outbox.take()) is not None:
+            frame, stream = taken
+            payload = [] if frame.payload is None else [frame.payload]
+            try:
+                stream.send([frame.encode(), *payload], timeout_s=self.room.terms.lease_s)
+            except (LinkBroken, LinkTimeout):
+                stream.close()  # its reader ends, and the peer may come back
+            del frame, payload, taken  # let the memory go while waiting for the next one
+        self._hub.forget(self)
+        with self._lock:
+            if self._stream is not None:
+                self._stream.close()
+
+    # -- Port -----------------------------------------------------------------------------------
+
+    @property
+    def heard_s(self) -> float:
+        """When the peer's last byte came; now, while it is us who do not read."""
+        stream = self._stream
+        return time.monotonic() if self._withheld or stream is None else stream.heard_s
+
+    @property
+    def num_gaps(self) -> int:
+        """How many Gaps the peer has been sent."""
+        return self.outbox.num_gaps
+
+    def put(self, frame: Frame, *, droppable: bool = False) -> None:
+        """Queue a frame for the peer."""
+        self.outbox.put(frame, droppable=droppable)
+
+    def dismiss(self, reason: str) -> None:
+        """Say so, then end."""
+        log.info("%s is out of run %r: %s", self.peer, self.run, reason)
+        self.outbox.end(Dismissal(reason))
+
+    def end(self) -> None:
+        """End without a word: the hub stops."""
+        self.outbox.end()
+        stream = self._stream
+        if stream is not None:
+            stream.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise LinkBroken(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            hint="is a hub running there already? --bind HOST:0 takes a free port",
+        ) from None
+
+
+def _reachable(host: str) -> str:
+    """The address to put into the join code when none was given."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    # No packet is sent: connecting a UDP socket only asks which interface would be used.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

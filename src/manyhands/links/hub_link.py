@@ -1,0 +1,410 @@
+"""The hub link: a peer's side of the connection to a hub.
+
+Frames that the hub may not have yet are kept by reference; when the connection breaks, the reader
+thread dials again, both sides say how many frames they hold, and go on after those. A hub that was
+restarted knows nothing of the session: the peer is then taken back as what it was, and a cut
+follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from manyhands._version import __version__
+from manyhands.core.address import HubAddress, host_port, is_loopback
+from manyhands.core.errors import (
+    AddressError,
+    Excluded,
+    LinkBroken,
+    LinkClosed,
+    LinkError,
+    LinkTimeout,
+    Malformed,
+    ManyhandsError,
+    Refused,
+    Truncated,
+    WireError,
+)
+from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View
+from manyhands.links.base import LinkSettings, Place
+from manyhands.links.endpoint import Endpoint, Sink
+from manyhands.links.hub import ACK_BYTES
+from manyhands.links.messages import (
+    HEADER_BYTES,
+    SCHEMA,
+    Beat,
+    BeatBack,
+    Bye,
+    Credit,
+    Data,
+    Dismissal,
+    Header,
+    Hello,
+    NewView,
+    Refusal,
+    Return,
+    Terms,
+    Welcome,
+)
+from manyhands.links.stream import Stream
+from manyhands.links.tls import check_pin, wrap_client
+from manyhands.wire.frames import Buffer, FrameReader, Limits, Prefix, payload_size
+
+_REDIAL_S = 0.1  # the first pause between two attempts; it doubles up to one second
+_BYE_S = 1.0  # for the last frame of a closing link
+
+
+def open_hub(
+    address: HubAddress, me: PeerId, settings: LinkSettings, place: Place | None
+) -> Endpoint:
+    """Dial the hub and join the run."""
+    _check_security(address)
+    carrier = HubCarrier(address, me, settings)
+    terms = carrier.dial()
+    # A restarted hub publishes its first view one lease after it began to collect returns.
+    return Endpoint(me, terms, carrier, place).start(settings.connect_s + 1.5 * terms.lease_s)
+
+
+def _check_security(address: HubAddress) -> None:
+    if address.insecure:
+        if not is_loopback(address.host):
+            raise AddressError(
+                f"insecure=1 is for loopback; {address.host} is not on this machine",
+                hint="use the join code that `manyhands hub` prints",
+            )
+    elif not (address.fingerprint and address.token):
+        raise AddressError(
+            f"{address} needs the hub's certificate fingerprint and token",
+            hint="use the join code that `manyhands hub` prints, or set MANYHANDS_FINGERPRINT and "
+            "MANYHANDS_TOKEN; on loopback ?insecure=1 does without",
+        )
+
+
+class _Kept(NamedTuple):
+    """A frame that the hub may not hold yet."""
+
+    header: Header
+    encoded: bytes
+    buffers: Sequence[Buffer]
+    sent_s: float
+
+
+class HubCarrier:
+    """Moves frames over one connection at a time."""
+
+    def __init__(self, address: HubAddress, me: PeerId, settings: LinkSettings) -> None:
+        self._address, self._me, self._settings = address, me, settings
+        self._terms = settings.terms
+        self._session = b""
+        self._reader: FrameReader | None = None
+        self._sink: Sink | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._view, self._state = NO_VIEW, PeerState.WATCHING
+        # Outgoing, under _out: frames that the hub may not hold, the oldest first.
+        self._out = threading.Condition()
+        self._stream: Stream | None = None
+        self._kept: deque[_Kept] = deque()
+        self._num_carried = self._num_acked = 0
+        # Incoming, used by the reader thread only.
+        self._num_received = 0
+        self._unsaid_bytes = 0
+        self._consumed = 0
+
+    # -- connecting -----------------------------------------------------------------------------
+
+    def dial(self) -> Terms:
+        """The first connection. Raises Refused, LinkBroken or LinkTimeout."""
+        stream, reader, welcome = self._handshake(back=None)
+        self._terms, self._session = welcome.terms, welcome.session
+        self._stream, self._reader = stream, reader
+        return welcome.terms
+
+    def _handshake(self, back: Return | None) -> tuple[Stream, FrameReader, Welcome]:
+        deadline = time.monotonic() + self._settings.connect_s
+        where = host_port(self._address.host, self._address.port)
+        stream: Stream | None = None
+        try:
+            sock = self._connect(where)
+            stream = Stream(sock)
+            # Nothing in a handshake may outlast its deadline, whatever the far side does.
+            timer = threading.Timer(max(0.0, deadline - time.monotonic()), stream.close)
+            timer.start()
+            try:
+                return self._greet(stream, where, back)
+            finally:
+                timer.cancel()
+                timer.join()
+        except BaseException:
+            if stream is not None:
+                stream.detach()
+            raise
+
+    def _connect(self, where: str) -> socket.socket:
+        try:
+            sock = socket.create_connection(
+                (self._address.host, self._address.port), timeout=self._settings.connect_s
+            )
+        except OSError as error:
+            raise LinkBroken(
+                f"no hub at {where}: {error.strerror or error}",
+                hint="is `manyhands hub` running there, and is the port open?",
+            ) from None
+        if self._address.insecure:
+            return sock
+        try:
+            secured = wrap_client(sock)
+        except (OSError, ValueError) as error:
+            sock.close()
+            raise LinkBroken(
+                f"no TLS with {where}: {error}",
+                hint="a hub started with --insecure has no TLS; is it a manyhands hub at all?",
+            ) from None
+        try:
+            check_pin(secured, self._address.fingerprint)
+        except Refused as refusal:
+            # Tell the hub too, so that its log explains why nobody comes in. No secret is in it.
+            with contextlib.suppress(OSError):
+                secured.sendall(SCHEMA.encode(Refusal(refusal.code, refusal.message)))
+            secured.close()
+            raise
+        return secured
+
+    def _greet(
+        self, stream: Stream, where: str, back: Return | None
+    ) -> tuple[Stream, FrameReader, Welcome]:
+        assert self._address.run is not None
+        hello = Hello(
+            self._address.run, self._me, self._address.token, self._terms, __version__, back
+        )
+        stream.send([SCHEMA.encode(hello)])
+        limits = Limits(header_bytes=HEADER_BYTES, payload_bytes=self._terms.part_bytes)
+        reader = FrameReader(stream.recv_into, limits)
+        first = reader.next()
+        if first is None:
+            raise LinkBroken(
+                f"the hub at {where} said nothing for {self._settings.connect_s:g} s or hung up",
+                hint="is it a manyhands hub, with TLS on the same side of both?",
+            )
+        answer = SCHEMA.decode(first[0].kind, first[1])
+        match answer:
+            case Welcome():
+                reader.limits = Limits(
+                    header_bytes=HEADER_BYTES, payload_bytes=answer.terms.part_bytes
+                )
+                return stream, reader, answer
+            case Refusal():
+                raise Refused(answer.code, answer.message, hint=answer.hint or None)
+            case Dismissal():
+                raise Excluded(answer.reason)
+            case _:
+                raise Malformed(f"expected Welcome, got {type(answer).__name__}")
+
+    # -- Carrier --------------------------------------------------------------------------------
+
+    def start(self, sink: Sink) -> None:
+        self._sink = sink
+        self._thread = threading.Thread(target=self._run, name=f"read {self._me}", daemon=True)
+        self._thread.start()
+
+    def carry(self, header: Header, buffers: Sequence[Buffer] = ()) -> None:
+        encoded = SCHEMA.encode(header, payload_size(buffers))
+        with self._out:
+            kept = _Kept(header, encoded, buffers, time.monotonic())
+            self._kept.append(kept)
+            self._num_carried += 1
+            if self._stream is not None:
+                self._write(self._stream, kept)
+
+    def _write(self, stream: Stream, kept: _Kept) -> bool:
+        try:
+            stream.send([kept.encoded, *kept.buffers], timeout_s=self._terms.lease_s)
+        except (LinkBroken, LinkTimeout):
+            # The frame is kept. The reader thread sees the end and dials again.
+            stream.close()
+            self._stream = None
+            return False
+        return True
+
+    def beat(self, n: int, consumed: int) -> None:
+        self._consumed = consumed
+        stream = self._stream
+        if stream is None:
+            return None
+        if time.monotonic() - stream.heard_s > self._terms.lease_s / 2:
+            return stream.close()  # a dead connection that nobody has closed: dial again
+        self._say(stream, n, wait_s=self._terms.beat_s / 4)
+        return None
+
+    def _say(self, stream: Stream, n: int, *, wait_s: float = 0.0) -> None:
+        """A beat, unless data is being written: then that is the sign of life."""
+        with contextlib.suppress(LinkBroken):
+            beat = Beat(n, self._num_received, self._consumed)
+            stream.send_now([SCHEMA.encode(beat)], wait_s=wait_s)
+
+    def flush(self, timeout_s: float) -> None:
+        with self._out:
+            target = self._num_carried
+            if self._stream is not None:
+                self._say(self._stream, 0, wait_s=timeout_s)
+            if not self._out.wait_for(
+                lambda: self._num_acked >= target or self._closing.is_set(), timeout_s
+            ):
+                raise LinkTimeout("word from the hub that it holds all frames", timeout_s)
+            if self._num_acked < target:
+                raise LinkClosed("the link was closed while frames were on their way")
+
+    def close(self) -> None:
+        first = not self._closing.is_set()
+        self._closing.set()
+        with self._out:
+            self._out.notify_all()
+            stream = self._stream
+        if stream is not None and first:
+            with contextlib.suppress(LinkError):
+                stream.send([SCHEMA.encode(Bye())], timeout_s=_BYE_S)
+        if stream is not None:
+            stream.close()
+        if self._thread is None:  # never started
+            if stream is not None:
+                stream.detach()
+        elif self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- the reader thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        stream, reader = self._stream, self._reader
+        assert stream is not None
+        assert reader is not None
+        assert self._sink is not None
+        try:
+            while True:
+                try:
+                    self._serve(stream, reader)
+                finally:
+                    with self._out:
+                        self._stream = None
+                    stream.close()
+                    stream.detach()
+                if self._closing.is_set():
+                    return
+                stream, reader = self._redial()
+        except ManyhandsError as error:
+            if not self._closing.is_set():
+                self._sink.failed(error if isinstance(error, LinkError) else _broken(error))
+
+    def _serve(self, stream: Stream, reader: FrameReader) -> None:
+        """Hand frames to the sink until this connection ends."""
+        assert self._sink is not None
+        while (head := self._next(reader)) is not None:
+            prefix, raw_header = head
+            header = SCHEMA.decode(prefix.kind, raw_header)
+            if isinstance(header, Data):
+                if not self._receive(reader, header):
+                    return
+            elif isinstance(header, BeatBack):
+                self._acked(header.received)
+                self._sink.handle(header)
+                continue  # beats are not counted
+            else:
+                if isinstance(header, NewView):
+                    self._note_view(header.view)
+                self._sink.handle(header)
+                if isinstance(header, Dismissal):
+                    self._closing.set()
+                    return
+            self._num_received += 1
+            self._unsaid_bytes += prefix.payload_bytes
+            if self._unsaid_bytes >= ACK_BYTES:
+                self._unsaid_bytes = 0
+                self._say(stream, 0)
+
+    def _next(self, reader: FrameReader) -> tuple[Prefix, bytes] | None:
+        try:
+            return reader.next()
+        except Truncated:
+            return None  # the connection broke within a frame
+
+    def _receive(self, reader: FrameReader, data: Data) -> bool:
+        """One message, straight to its place; False if the connection broke within it."""
+        assert self._sink is not None
+        targets = self._sink.targets(data)
+        try:
+            if targets is None:
+                reader.skip_payload()
+            else:
+                reader.payload_into(targets)
+        except Truncated:
+            return False
+        if targets is not None:
+            self._sink.delivered(data, targets)
+        return True
+
+    def _acked(self, received: int) -> None:
+        assert self._sink is not None
+        last: _Kept | None = None
+        with self._out:
+            while self._kept and self._num_acked < received:
+                last = self._kept.popleft()
+                self._num_acked += 1
+            self._out.notify_all()
+        if last is not None:
+            self._sink.heard(last.sent_s)
+
+    def _note_view(self, view: View) -> None:
+        self._view = view.number
+        member = view.member(self._me.incarnation)
+        if member is not None:
+            self._state = member.state
+
+    def _redial(self) -> tuple[Stream, FrameReader]:
+        """Find the hub again. Raises Excluded or Refused, or LinkBroken after the outage time."""
+        assert self._sink is not None
+        give_up = time.monotonic() + self._settings.outage_s
+        pause = _REDIAL_S
+        while True:
+            back = Return(self._session, self._num_received, self._view, self._state)
+            try:
+                stream, reader, welcome = self._handshake(back)
+            except (LinkBroken, WireError) as error:
+                if time.monotonic() > give_up:
+                    raise LinkBroken(
+                        f"the hub was not found again within {self._settings.outage_s:g} s: {error}"
+                    ) from None
+            else:
+                self._go_on(stream, welcome)
+                return stream, reader
+            # Jitter: a hub that restarts should not meet all its peers in one instant.
+            if self._closing.wait(pause * random.uniform(0.5, 1.0)):  # noqa: S311
+                raise LinkClosed("the link was closed while it looked for its hub")
+            pause = min(1.0, 2 * pause)
+
+    def _go_on(self, stream: Stream, welcome: Welcome) -> None:
+        assert self._sink is not None
+        with self._out:
+            if welcome.resumed:
+                self._acked(welcome.received)
+            else:
+                # Another life of the hub: what was under way is lost, and a cut will say so.
+                # Words to the arbiter still hold, and saying them twice does no harm.
+                self._session = welcome.session
+                self._kept = deque(k for k in self._kept if not isinstance(k.header, Data | Credit))
+                self._num_carried, self._num_acked, self._num_received = len(self._kept), 0, 0
+                self._sink.renewed()
+                self._out.notify_all()
+            self._stream = stream
+            for kept in list(self._kept):
+                if not self._write(stream, kept):
+                    return
+
+
+def _broken(error: ManyhandsError) -> LinkBroken:
+    return LinkBroken(f"the hub broke the protocol: {error.message}", hint=error.hint)

@@ -1,0 +1,175 @@
+"""The frames that peers, hubs and arbiters exchange: one header schema a kind.
+
+`Data` carries what the layers above say to each other (opaque here) and its buffers. All others
+keep the link itself going. docs/wire.md lists them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from manyhands.core.peers import PeerId, PeerState, View, ViewNumber
+from manyhands.wire.frames import Schema
+
+MESSAGE_BYTES = 60 << 10  # of Data.message; with the rest of the header it stays under 64 KiB
+HEADER_BYTES = 64 << 10
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Text = Annotated[str, msgspec.Meta(max_length=1000)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+Incarnation = Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What every frame header has in common: nothing but being one."""
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What all peers of a run agree on. Set by the peer that opens the run, told to the others."""
+
+    beat_s: _Seconds = 1.0
+    lease_s: _Seconds = 10.0
+    grace_s: _Seconds = 1.0  # for a peer whose connection has closed
+    window_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 40)] = 8 << 20
+    part_bytes: Annotated[int, msgspec.Meta(gt=0, le=16 << 20)] = 1 << 20
+    watch_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 40)] = 64 << 20
+
+
+class Return(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A peer that was here before comes back: to its session, or to a restarted hub."""
+
+    session: bytes
+    received: _Count  # frames of that session it holds
+    view: ViewNumber
+    state: PeerState
+
+
+class Hello(Header, frozen=True):
+    """A peer asks to come in; the first frame on a connection."""
+
+    run: _Name
+    peer: PeerId
+    token: _Text
+    terms: Terms
+    release: _Text
+    back: Return | None = None
+
+
+class Welcome(Header, frozen=True):
+    """The hub lets the peer in. `received`: frames of the resumed session that the hub holds."""
+
+    terms: Terms
+    session: bytes
+    release: _Text
+    resumed: bool
+    received: _Count = 0
+
+
+class Refusal(Header, frozen=True):
+    """The hub does not let the peer in, or the peer does not trust the hub."""
+
+    code: _Name
+    message: _Text
+    hint: _Text = ""
+
+
+class Dismissal(Header, frozen=True):
+    """The peer is no longer part of the run."""
+
+    reason: _Text
+
+
+class Data(Header, frozen=True):
+    """A message between peers. `to` is None for a fan-out. `sizes` are those of its buffers.
+
+    `seq` counts the sender's messages in this stream (fan-outs, or those to this one peer) from 1,
+    so that a receiver knows doubles and holes.
+    """
+
+    sender: Incarnation
+    to: Incarnation | None
+    seq: _Count
+    sizes: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=4096)]
+    message: Annotated[bytes, msgspec.Meta(max_length=MESSAGE_BYTES)]
+
+
+class Credit(Header, frozen=True):
+    """The reader of `sender`'s messages has taken all up to these sequence numbers."""
+
+    sender: Incarnation  # who returns the credit
+    to: Incarnation  # who may send again
+    direct_seq: _Count
+    fanout_seq: _Count
+
+
+class NewView(Header, frozen=True):
+    """The arbiter's word on who takes part."""
+
+    view: View
+
+
+class Beat(Header, frozen=True):
+    """A peer is alive. `received`, `consumed`: frames and payload bytes of this session so far."""
+
+    n: _Count
+    received: _Count = 0
+    consumed: _Count = 0
+
+
+class BeatBack(Header, frozen=True):
+    """The meeting point has heard beat `n`, and holds `received` frames of this session."""
+
+    n: _Count
+    received: _Count = 0
+
+
+class Ready(Header, frozen=True):
+    """A watching peer is now active. `gaps`: how many Gaps it knew of when it said so."""
+
+    gaps: _Count = 0
+
+
+class Leaving(Header, frozen=True):
+    """An active peer is going to leave."""
+
+
+class Gone(Header, frozen=True):
+    """A leaving peer has finished; quiet if `cut` is still the newest cut."""
+
+    cut: ViewNumber
+
+
+class Resign(Header, frozen=True):
+    """The peer leaves at once: it cannot go on (`finished`: because the run is over)."""
+
+    finished: bool
+    reason: _Text
+
+
+class Lost(Header, frozen=True):
+    """An active peer found a hole in what `sender` sent it."""
+
+    sender: Incarnation
+
+
+class Gap(Header, frozen=True):
+    """To a watching peer: fan-outs for it were dropped at this place."""
+
+    dropped: _Count
+
+
+class Bye(Header, frozen=True):
+    """The peer closes its link."""
+
+
+SCHEMA: Schema[Header] = Schema(
+    {
+        1: Hello, 2: Welcome, 3: Refusal, 4: Dismissal, 5: Bye,
+        10: Data, 11: Credit, 12: Gap, 13: Lost,
+        20: NewView, 21: Beat, 22: BeatBack, 23: Ready, 24: Leaving, 25: Gone, 26: Resign,
+    }
+)  # fmt: skip
+Word = Ready | Leaving | Gone | Resign | Lost

@@ -1,0 +1,176 @@
+"""Byte streams: a TCP or TLS socket that one thread reads while others write.
+
+OpenSSL forbids two threads inside one connection, and CPython's own answers to that differ by
+version (some hold a lock across a blocking read, so that a writer waits for the next arrival).
+So sockets here are non-blocking, every TLS call is made under one short lock, and waiting is done
+outside it. Plain TCP takes the same path without the lock, and gathers with sendmsg.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from manyhands.core.errors import LinkBroken, LinkTimeout
+from manyhands.wire.frames import Buffer
+
+# A kernel that holds megabytes of unsent data would put every beat behind them.
+_UNSENT_BYTES = 256 << 10
+_MAX_GATHER = 64  # buffers a sendmsg; the system's own limit is 1024
+_TLS_PIECE = 256 << 10  # bytes a TLS write, so that a reader gets the lock in between
+
+
+class Stream:
+    """A connected socket. One reader, any number of writers; `close` may come from any thread.
+
+    `send` writes all buffers as one uninterrupted piece. A closed or reset connection is
+    LinkBroken for a writer, and 0 bytes for the reader once nothing more will come.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
+        self._tls_lock = threading.Lock()
+        self._write_lock = threading.Lock()
+        self._closed = False
+        self.heard_s = time.monotonic()  # when the last byte arrived
+        self.bytes_sent = 0
+        with contextlib.suppress(OSError):  # not a TCP socket (a socketpair in a test)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+
+    def recv_into(self, target: memoryview) -> int:
+        """At least one byte into `target`; 0 when the connection has ended, however it ended."""
+        if not target:
+            return 0
+        while True:
+            try:
+                if self._tls is None:
+                    got = self._sock.recv_into(target)
+                else:
+                    with self._tls_lock:
+                        got = self._tls.recv_into(target)
+                self.heard_s = time.monotonic()
+                return got
+            except (BlockingIOError, ssl.SSLWantReadError):
+                self._readable.poll()
+            except ssl.SSLWantWriteError:
+                self._writable.poll()
+            except (OSError, ValueError):  # ValueError: closed under us
+                return 0
+            if self._closed:
+                return 0
+
+    def send(self, buffers: Sequence[Buffer], *, timeout_s: float | None = None) -> None:
+        """Write all of `buffers`, in order, with no other writer's bytes between them.
+
+        Raises LinkBroken when the connection is gone, LinkTimeout when the far side took
+        nothing at all for `timeout_s`; after either the stream cannot be used for writing.
+        """
+        with self._write_lock:
+            self._send(buffers, timeout_s)
+
+    def send_now(self, buffers: Sequence[Buffer], *, wait_s: float = 0.0) -> bool:
+        """Write a few bytes if the network takes them now; False if it does not, or if others
+        keep on writing for `wait_s`."""
+        if not self._write_lock.acquire(timeout=wait_s):
+            return False
+        try:
+            if not self._writable.poll(0):
+                return False
+            self._send(buffers, None)
+            return True
+        finally:
+            self._write_lock.release()
+
+    def _send(self, buffers: Sequence[Buffer], timeout_s: float | None) -> None:
+        if self._closed:
+            raise LinkBroken("the connection was closed")
+        if self._tls is None:
+            self._send_gathered(buffers, timeout_s)
+        else:
+            self._send_tls(buffers, timeout_s)
+
+    def _send_gathered(self, buffers: Sequence[Buffer], timeout_s: float | None) -> None:
+        left = deque(view for view in map(_bytes_view, buffers) if len(view))
+        while left:
+            try:
+                sent = self._sock.sendmsg([left[i] for i in range(min(len(left), _MAX_GATHER))])
+            except BlockingIOError:
+                self._wait_writable(timeout_s)
+                continue
+            except (OSError, ValueError) as error:
+                raise LinkBroken(f"the connection is gone: {error}") from None
+            self.bytes_sent += sent
+            while sent:
+                if sent >= len(left[0]):
+                    sent -= len(left.popleft())
+                else:
+                    left[0] = left[0][sent:]
+                    sent = 0
+
+    def _send_tls(self, buffers: Sequence[Buffer], timeout_s: float | None) -> None:
+        assert self._tls is not None
+        # One TLS record costs about as much as 2 KiB of it: small pieces are joined first.
+        pieces = deque(_bytes_view(b) for b in buffers)
+        if len(pieces) > 1 and len(pieces[0]) < 4096:
+            head, second = pieces.popleft(), pieces.popleft()
+            pieces.appendleft(second[16384 - len(head) :])
+            pieces.appendleft(memoryview(bytes(head) + bytes(second[: 16384 - len(head)])))
+        for whole in pieces:
+            view = whole
+            while view:
+                try:
+                    with self._tls_lock:
+                        sent = self._tls.send(view[:_TLS_PIECE])
+                except ssl.SSLWantWriteError:
+                    self._wait_writable(timeout_s)
+                    continue
+                except ssl.SSLWantReadError:
+                    # The reader will take what the far side has sent; there is nothing to wait for
+                    # here but that, and the socket is readable until it has done so.
+                    time.sleep(0.001)
+                    continue
+                except (OSError, ValueError) as error:
+                    raise LinkBroken(f"the connection is gone: {error}") from None
+                self.bytes_sent += sent
+                view = view[sent:]
+
+    def _wait_writable(self, timeout_s: float | None) -> None:
+        ready = self._writable.poll(None if timeout_s is None else timeout_s * 1000)
+        if self._closed:
+            raise LinkBroken("the connection was closed")
+        if not ready:
+            assert timeout_s is not None
+            raise LinkTimeout("room in the connection's send buffer", timeout_s)
+
+    def close(self) -> None:
+        """End the connection in both directions and wake whoever waits on it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            # The descriptor stays open until every user is gone: a number that is reused while
+            # another thread polls it would be a stranger's socket.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def detach(self) -> None:
+        """Give the descriptor back; call it once no other thread uses the stream."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+
+def _bytes_view(buffer: Buffer) -> memoryview:
+    return memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"")

@@ -1,0 +1,1 @@
+"""Frames and tensors as bytes."""

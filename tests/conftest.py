@@ -1,0 +1,79 @@
+"""What holds for every test: a seed, nothing left behind, brokers of our own."""
+
+from __future__ import annotations
+
+import random
+import sys
+from contextlib import ExitStack
+from multiprocessing import resource_tracker
+from typing import TYPE_CHECKING
+
+import pytest
+
+from manyhands.testing.broker import Broker
+from manyhands.testing.leaks import no_leaks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SEED = 20260101
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _resource_tracker() -> None:
+    """Python keeps this helper for the whole process: start it where no test is blamed for it."""
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture(scope="session")
+def shared_brokers() -> list[Broker]:
+    """The brokers that outlive a test on purpose."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def broker(
+    shared_brokers: list[Broker], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Broker]:
+    """One RabbitMQ node for all tests that neither stop nor reconfigure it.
+
+    Tests keep apart by names (a run, queues, users, a vhost) of their own.
+    """
+    # Its folder is not the TMPDIR of the test that happens to ask first.
+    node = Broker(folder=tmp_path_factory.mktemp("shared") / "broker")
+    with node:
+        shared_brokers.append(node)
+        yield node
+        shared_brokers.remove(node)
+
+
+@pytest.fixture
+def fresh_broker() -> Iterator[Callable[..., Broker]]:
+    """Starts a node of the test's own, `fresh_broker(**arguments of Broker)`, and ends it."""
+    with ExitStack() as stack:
+        yield lambda **arguments: stack.enter_context(Broker(**arguments))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    random.seed(SEED)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(
+    shared_brokers: list[Broker], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Fails a test that leaves a process, thread, socket or file behind."""
+    tmp = tmp_path_factory.mktemp("t")
+
+    def expected() -> set[int]:
+        return {pid for node in shared_brokers for pid in node.process_ids()}
+
+    with pytest.MonkeyPatch.context() as patch, no_leaks(tmp=tmp, expected=expected):
+        patch.setenv("TMPDIR", str(tmp))
+        patch.setattr("tempfile.tempdir", str(tmp))
+        yield
+    # Thousands of empty folders in the base folder would make each new name slower to find.
+    tmp.rmdir()
