@@ -23,7 +23,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -63,7 +63,7 @@ be asked again for the same message after a reconnect."""
 class LinkSettings:
     """What one peer may choose about its link."""
 
-    terms: Terms = Terms()
+    terms: Terms = field(default_factory=Terms)
     """Leases, windows and sizes, for the case that this peer opens the run; else the run's hold."""
     connect_s: float = 5.0
     """For dialling, TLS and the handshake together."""

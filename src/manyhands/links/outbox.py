@@ -2,7 +2,7 @@
 
 Frames leave in order; `now` frames (beats) leave first and are not kept. Kept frames stay until
 the peer says that it holds them, so that a new connection goes on where the old one broke.
-Fan-outs to a watching peer are dropped when it is `watch_bytes` behind, and a Gap takes their place.
+Fan-outs to a watching peer are dropped when it is `watch_bytes` behind; a Gap takes their place.
 """
 
 from __future__ import annotations
