@@ -43,7 +43,7 @@ LIMITS = Limits(header_bytes=4 << 10, payload_bytes=16 << 10)
 READ_AHEAD = 512
 ALLOCATION_BOUND = 512 << 10
 RSS_BOUND = 32 << 20
-TRACE_EVERY = 200  # each tracemalloc.start() loses about 1 KiB, which the RSS bound has to bear
+TRACE_EVERY = 200  # tracemalloc itself keeps about 1 KiB of each trace, which counts as growth
 LONGEST_MESSAGE = 2048
 
 

@@ -148,6 +148,11 @@ class AmqpChannel:
             heartbeat_s=opened.heartbeat_s,
         )
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes written to the broker so far."""
+        return self._stream.bytes_sent
+
     def __repr__(self) -> str:
         state = "open" if self._ended is None else "ended"
         return f"<AmqpChannel to {self._place}, {state}>"
@@ -177,10 +182,10 @@ class AmqpChannel:
             exchange, routing_key, header, buffers, mandatory=mandatory, frame_max=self.frame_max
         )
         with self._turn(timeout_s):
-            self._published += 1
-            tag = self._published
+            tag = self._published + 1
             if on_tag is not None:
                 on_tag(tag)
+            self._published = tag
             self._stream.send(pieces, timeout_s=timeout_s)
         return tag
 
@@ -205,6 +210,25 @@ class AmqpChannel:
     ) -> None:
         """Undo `bind`; no error if there was none."""
         self._call(frames.unbind(queue, exchange, routing_key), Method.QUEUE_UNBIND_OK, timeout_s)
+
+    def declare_fanout(self, exchange: str, *, timeout_s: float = 10.0) -> None:
+        """Have a fan-out exchange of that name, which goes with its last binding."""
+        self._call(frames.declare_fanout(exchange), Method.EXCHANGE_DECLARE_OK, timeout_s)
+
+    def bind_exchange(
+        self, destination: str, source: str, routing_key: str, *, timeout_s: float = 10.0
+    ) -> None:
+        """What exchange `source` routes by that key goes to exchange `destination` too."""
+        request = frames.bind_exchange(destination, source, routing_key)
+        self._call(request, Method.EXCHANGE_BIND_OK, timeout_s)
+
+    def delete_exchange(self, exchange: str, *, timeout_s: float = 10.0) -> None:
+        """Delete an exchange; no error if there is none."""
+        self._call(frames.delete_exchange(exchange), Method.EXCHANGE_DELETE_OK, timeout_s)
+
+    def delete_queue(self, queue: str, *, timeout_s: float = 10.0) -> None:
+        """Delete a queue; no error if there is none."""
+        self._call(frames.delete_queue(queue), Method.QUEUE_DELETE_OK, timeout_s)
 
     def consume(
         self,
@@ -251,8 +275,11 @@ class AmqpChannel:
             if self._ended is not None:
                 raise self._ended.with_traceback(None)
             yield
-        except LinkTimeout:
-            self._stream.close()  # it may have stopped in the middle of a frame
+        except LinkBroken as broken:
+            why = self._ended or (self._closed_here() if self._closing else broken)
+            raise why.with_traceback(None) from None
+        except BaseException:  # a timeout, Ctrl-C: it may have stopped in the middle of a frame
+            self._stream.close()
             raise
         finally:
             self._writing.release()
@@ -276,7 +303,14 @@ class AmqpChannel:
         if waits:
             self._served.wait(_FAREWELL_S)
         elif self._reader is None:
-            self._finish(LinkClosed("closed"))
+            self._finish(self._closed_here())
+
+    def _closed_here(self) -> LinkError:
+        return LinkClosed(f"the connection to {self._place} was closed here")
+
+    def abort(self) -> None:
+        """Break the connection off: `serve` ends as if the network had."""
+        self._stream.close()
 
     def _say(self, last_words: bytes) -> None:
         """Write if it can be done soon: nobody depends on it."""
@@ -286,7 +320,7 @@ class AmqpChannel:
     def _finish(self, error: LinkError) -> LinkError:
         """Wake everyone who waits, give the descriptor back once nobody uses it; why it ended."""
         if self._closing:
-            error = LinkClosed(f"the connection to {self._place} was closed here")
+            error = self._closed_here()
         self._ended = error
         self._stream.close()
         with self._writing:
@@ -341,7 +375,7 @@ class AmqpChannel:
 
     def _on_answer(self, method: Method) -> None:
         if method is Method.CONNECTION_CLOSE_OK and self._closing:
-            raise LinkClosed("closed")
+            raise self._closed_here()
         if not self._calls or self._calls[0].answer is not method:
             raise Malformed(f"{method.name} answers no question")
         self._calls.popleft().done.set()

@@ -54,8 +54,16 @@ class Method(IntEnum):
     CONNECTION_UNBLOCKED = 10 << 16 | 61
     CHANNEL_CLOSE = 20 << 16 | 40
     CHANNEL_CLOSE_OK = 20 << 16 | 41
+    EXCHANGE_DECLARE = 40 << 16 | 10
+    EXCHANGE_DECLARE_OK = 40 << 16 | 11
+    EXCHANGE_DELETE = 40 << 16 | 20
+    EXCHANGE_DELETE_OK = 40 << 16 | 21
+    EXCHANGE_BIND = 40 << 16 | 30
+    EXCHANGE_BIND_OK = 40 << 16 | 31
     QUEUE_BIND = 50 << 16 | 20
     QUEUE_BIND_OK = 50 << 16 | 21
+    QUEUE_DELETE = 50 << 16 | 40
+    QUEUE_DELETE_OK = 50 << 16 | 41
     QUEUE_UNBIND = 50 << 16 | 50
     QUEUE_UNBIND_OK = 50 << 16 | 51
     BASIC_CONSUME = 60 << 16 | 20
@@ -270,6 +278,29 @@ def bind(queue: str, exchange: str, routing_key: str) -> bytes:
 def unbind(queue: str, exchange: str, routing_key: str) -> bytes:
     """queue.unbind, which always has an answer."""
     return method(Method.QUEUE_UNBIND, _binding(queue, exchange, routing_key) + _NO_TABLE)
+
+
+def declare_fanout(exchange: str) -> bytes:
+    """exchange.declare of a fan-out exchange that goes with its last binding; with an answer."""
+    auto_delete = _U8.pack(1 << 2)
+    arguments = _RESERVED + name(exchange) + name("fanout") + auto_delete + _NO_TABLE
+    return method(Method.EXCHANGE_DECLARE, arguments)
+
+
+def delete_exchange(exchange: str) -> bytes:
+    """exchange.delete, with an answer, also when there is no such exchange."""
+    return method(Method.EXCHANGE_DELETE, _RESERVED + name(exchange) + b"\0")
+
+
+def bind_exchange(destination: str, source: str, routing_key: str) -> bytes:
+    """exchange.bind: what `source` routes by that key goes to `destination` too; with an answer."""
+    arguments = _binding(destination, source, routing_key) + b"\0" + _NO_TABLE
+    return method(Method.EXCHANGE_BIND, arguments)
+
+
+def delete_queue(queue: str) -> bytes:
+    """queue.delete, with an answer, also when there is no such queue."""
+    return method(Method.QUEUE_DELETE, _RESERVED + name(queue) + b"\0")
 
 
 def consume(queue: str, consumer_tag: str, *, no_ack: bool, exclusive: bool) -> bytes:

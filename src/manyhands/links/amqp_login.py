@@ -69,7 +69,7 @@ def log_in(login: AmqpLogin, setup: Setup, *, timeout_s: float, heartbeat_s: int
     """Connect, log in, open channel 1 and call `setup` with it, all within `timeout_s`.
 
     `setup` declares, binds and selects confirms; it must not consume: py-amqp would eat deliveries.
-    Raises Refused (`credentials`, `vhost`, `permission`, `missing`, `locked`, `mismatch`),
+    Raises Refused (`credentials`, `vhost`, `permission`, `missing`, `locked`, `precondition`),
     LinkTimeout, or LinkBroken for a broker that is not there or does not speak AMQP.
     """
     transport = _Transport(login, timeout_s)
@@ -89,7 +89,7 @@ def log_in(login: AmqpLogin, setup: Setup, *, timeout_s: float, heartbeat_s: int
 
 def refusal(reply_code: int, reply_text: str, place: str) -> LinkError:
     """The error for a channel or connection that the broker closed with this reply."""
-    message = f"{place} closed the channel: {reply_code} {reply_text}"
+    message = f"{place} ended the channel: {reply_code} {reply_text}"
     match reply_code:
         case 403:
             hint = "grant it: rabbitmqctl set_permissions -p VHOST USER CONFIGURE WRITE READ"
@@ -99,7 +99,7 @@ def refusal(reply_code: int, reply_text: str, place: str) -> LinkError:
         case 405:
             return Refused("locked", message, hint="another connection holds this queue")
         case 406:
-            return Refused("mismatch", message)
+            return Refused("precondition", message)
         case _:
             return LinkBroken(message)
 

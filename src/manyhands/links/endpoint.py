@@ -102,6 +102,10 @@ class Sink(Protocol):
         """The carrier cannot go on."""
         ...
 
+    def backlog_bytes(self) -> int:
+        """Bytes of payload that have arrived and nobody has received."""
+        ...
+
 
 class Endpoint:
     """A `Link` over a carrier. Opened by `open_link`, which has already made the carrier known."""
@@ -120,6 +124,7 @@ class Endpoint:
         self._lease = HeldLease(terms.lease_s)
         self._num_gaps = 0
         self._consumed = self._told_consumed = 0
+        self._backlog = 0
         self._error: LinkError | None = None
         self._stop = False
         self._poke = threading.Event()  # the next beat is due now
@@ -297,6 +302,7 @@ class Endpoint:
     def _take(self, data: Data) -> Credit | None:
         size = _FRAME_COST + len(data.message) + sum(data.sizes)
         self._consumed += sum(data.sizes)
+        self._backlog -= sum(data.sizes)
         due = self._in.take(data.sender, fanout=data.to is None, seq=data.seq, num_bytes=size)
         if due is None or data.sender in self._gone:
             return None
@@ -332,6 +338,7 @@ class Endpoint:
             if hole and watching:
                 self._add_gap()
             self._inbox.append((event, data))
+            self._backlog += sum(data.sizes)
             self._changed.notify_all()
         if hole and not watching:
             self._carrier.carry(Lost(data.sender))
@@ -371,6 +378,10 @@ class Endpoint:
 
     def failed(self, error: LinkError) -> None:
         self._end(error)
+
+    def backlog_bytes(self) -> int:
+        with self._changed:
+            return self._backlog
 
     def _adopt(self, view: View) -> None:
         with self._changed:

@@ -76,8 +76,7 @@ class LeaseBook:
         """
         last, self._last_tick_s = self._last_tick_s, now_s
         if last is not None and now_s - last > max(self.lease_s / 2, 4 * self.tick_s):
-            self._heard = dict.fromkeys(self._heard, now_s)
-            self._closed = dict.fromkeys(self._closed, now_s)
+            self.restart(now_s)
             return {}
         out = {
             i: f"its connection closed and did not come back within {self.grace_s:g} s"
@@ -88,6 +87,15 @@ class LeaseBook:
             if now_s - at > self.lease_s:
                 out.setdefault(i, f"nothing was heard of it for {self.lease_s:g} s")
         return out
+
+    def restart(self, now_s: float) -> None:
+        """All timers start again: the arbiter could not have heard anybody."""
+        self._heard = dict.fromkeys(self._heard, now_s)
+        self._closed = dict.fromkeys(self._closed, now_s)
+
+    def silent(self, since_s: float) -> list[int]:
+        """Who has not been heard since then."""
+        return [i for i, at in self._heard.items() if at < since_s]
 
     @property
     def tick_s(self) -> float:

@@ -10,8 +10,9 @@ from typing import Annotated
 
 import msgspec
 
+from manyhands.core.errors import Malformed
 from manyhands.core.peers import PeerId, PeerState, View, ViewNumber
-from manyhands.wire.frames import Schema
+from manyhands.wire.frames import PREFIX_BYTES, Buffer, Limits, Schema, decode_prefix
 
 MESSAGE_BYTES = 60 << 10  # of Data.message; with the rest of the header it stays under 64 KiB
 HEADER_BYTES = 64 << 10
@@ -106,9 +107,10 @@ class Credit(Header, frozen=True):
 
 
 class NewView(Header, frozen=True):
-    """The arbiter's word on who takes part."""
+    """The arbiter's word on who takes part. Over a broker it also tells newcomers the terms."""
 
     view: View
+    terms: Terms | None = None
 
 
 class Beat(Header, frozen=True):
@@ -165,11 +167,57 @@ class Bye(Header, frozen=True):
     """The peer closes its link."""
 
 
+class Missing(Header, frozen=True):
+    """Over a broker: a message to this peer came back, its inbox is gone."""
+
+    peer: Incarnation
+
+
+class Call(Header, frozen=True):
+    """Over a broker: what a peer tells the arbiter with every beat, and whenever it has a word.
+
+    Beats may be lost with a broker, so they say how things *are*, and once is as good as twice:
+    `wants` is the state the peer asks for, `renewed_at` the newest view it had seen when its inbox
+    was replaced (a cut later than that has told everybody).
+    """
+
+    peer: PeerId
+    n: _Count
+    view: ViewNumber
+    state: PeerState
+    wants: PeerState
+    renewed_at: ViewNumber | None = None
+    word: bytes = b""  # a frame without payload: what the peer says besides
+
+
+class Fence(Header, frozen=True):
+    """Over a broker: a new arbiter's mark; when it comes back, all earlier views have too."""
+
+    token: _Count
+
+
+class Marker(Header, frozen=True):
+    """Over a broker: sent to oneself, to learn how far two queues have got."""
+
+    token: _Count
+
+
 SCHEMA: Schema[Header] = Schema(
     {
         1: Hello, 2: Welcome, 3: Refusal, 4: Dismissal, 5: Bye,
         10: Data, 11: Credit, 12: Gap, 13: Lost,
         20: NewView, 21: Beat, 22: BeatBack, 23: Ready, 24: Leaving, 25: Gone, 26: Resign,
+        30: Call, 31: Missing, 32: Fence, 33: Marker,
     }
 )  # fmt: skip
-Word = Ready | Leaving | Gone | Resign | Lost
+
+
+def decode_head(data: Buffer, limits: Limits) -> tuple[Header, int]:
+    """The header and payload size of a frame whose head, and nothing more, is `data`.
+
+    For links that carry the head of a frame apart from its payload. Raises WireError.
+    """
+    prefix = decode_prefix(data, limits)
+    if len(data) != PREFIX_BYTES + prefix.header_bytes:
+        raise Malformed(f"a header of {prefix.header_bytes} bytes in {len(data)} bytes")
+    return SCHEMA.decode(prefix.kind, memoryview(data)[PREFIX_BYTES:]), prefix.payload_bytes

@@ -176,7 +176,7 @@ def from_bytes(spec: TensorSpec, data: Buffer) -> Tensor:
     if raw.data_ptr() % _dtype_of(spec).itemsize:
         raw = raw.clone()
     tensor = _shaped(raw, spec)
-    # The caller's memory is not zeroed: where it matters, nobody else has a tensor over it.
+    # Not verify_received(): the memory is the caller's, and no tensor over it leaves here.
     if tensor.dtype is torch.bool and int(raw.max()) > 1:
         raise Malformed("a bool tensor holds bytes other than 0 and 1")
     return tensor

@@ -1,0 +1,158 @@
+"""A line: one AMQP connection that is dialled again when it breaks.
+
+It owns the thread that reads from the connection. Whoever uses the line is told when it is up and
+when it is down, and hears of everything else as a `Handler` of the channel.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from manyhands.core.errors import LinkBroken, LinkError, LinkTimeout, ManyhandsError, Refused
+from manyhands.links.amqp_channel import AmqpChannel, Handler
+from manyhands.links.amqp_login import AmqpLogin, Setup
+
+_REDIAL_S = 0.1  # the first pause between two attempts; it doubles up to one second
+# What a broker that is just starting, or has not yet noticed that our last connection is dead,
+# may answer; all of it passes.
+_PASSING = frozenset({"missing", "locked", "vhost", "precondition"})
+
+
+class Line:
+    """`open` dials once, in the caller's thread; then a thread of its own keeps the line up."""
+
+    def __init__(
+        self,
+        name: str,
+        login: AmqpLogin,
+        handler: Handler,
+        *,
+        setup: Setup,
+        up: Callable[[AmqpChannel], None],
+        down: Callable[[], None],
+        failed: Callable[[LinkError], None],
+        connect_s: float,
+        outage_s: float,
+        heartbeat_s: int,
+    ) -> None:
+        self._name, self._login, self._handler, self._setup = name, login, handler, setup
+        self._up, self._down, self._failed = up, down, failed
+        self._connect_s, self._outage_s, self._heartbeat_s = connect_s, outage_s, heartbeat_s
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.channel: AmqpChannel | None = None
+
+    def open(self) -> None:
+        """Raises what `AmqpChannel.open` raises."""
+        self.channel = self._dial()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the line. Idempotent."""
+        self._closing.set()
+        channel = self.channel
+        if channel is not None:
+            channel.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def beat(self) -> None:
+        """Keep the connection alive, and give it up when the broker has long been silent."""
+        channel = self.channel
+        if channel is None:
+            return None
+        if time.monotonic() - channel.last_heard > 2 * channel.heartbeat_s > 0:
+            return channel.abort()
+        try:
+            channel.beat(timeout_s=self._connect_s)
+        except LinkError:
+            pass  # its reader knows
+        return None
+
+    def _dial(self) -> AmqpChannel:
+        return AmqpChannel.open(
+            self._login,
+            self._handler,
+            setup=self._setup,
+            timeout_s=self._connect_s,
+            heartbeat_s=self._heartbeat_s,
+        )
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                channel = self.channel
+                assert channel is not None
+                self._serve(channel)
+                self.channel = None
+                if self._closing.is_set():
+                    return
+                self._down()
+                self.channel = self._redial()
+        except ManyhandsError as error:
+            if not self._closing.is_set():
+                broken = error if isinstance(error, LinkError) else LinkBroken(error.message)
+                self._failed(broken)
+
+    def _serve(self, channel: AmqpChannel) -> None:
+        # `up` asks questions that only a reading thread can answer, so it runs beside it.
+        starter = threading.Thread(
+            target=self._start, args=(channel,), name=f"{self._name} up", daemon=True
+        )
+        starter.start()
+        channel.serve()
+        starter.join()
+
+    def _start(self, channel: AmqpChannel) -> None:
+        try:
+            self._up(channel)
+        except LinkError:
+            channel.abort()  # the line breaks and is dialled again
+
+    def _redial(self) -> AmqpChannel:
+        give_up_s = time.monotonic() + self._outage_s
+        pause = _REDIAL_S
+        while True:
+            try:
+                channel = self._dial()
+            except (LinkBroken, LinkTimeout, Refused) as error:
+                if isinstance(error, Refused) and error.code not in _PASSING:
+                    raise
+                if time.monotonic() > give_up_s:
+                    raise LinkBroken(
+                        f"{self._login.place} was not found again within {self._outage_s:g} s: "
+                        f"{error.message}"
+                    ) from None
+            else:
+                if self._closing.is_set():
+                    channel.close()
+                return channel
+            if self._closing.wait(pause * random.uniform(0.5, 1.0)):  # noqa: S311
+                raise LinkBroken("closed while looking for the broker")
+            pause = min(1.0, 2 * pause)
+
+
+class Deaf:
+    """A `Handler` that minds nothing; lines override what concerns them."""
+
+    def on_return(self, reply_code: int, reply_text: str, routing_key: str, header: bytes) -> None:
+        pass
+
+    def on_confirm(self, tag: int, multiple: bool, ok: bool) -> None:
+        pass
+
+    def on_blocked(self, reason: str) -> None:
+        pass
+
+    def on_unblocked(self) -> None:
+        pass
+
+    def on_cancelled(self, consumer_tag: str) -> None:
+        pass
+
+    def on_end(self, error: LinkError, reply_code: int) -> None:
+        pass

@@ -1,0 +1,230 @@
+"""The arbiter's seat on a broker: taken by one peer of the run at a time.
+
+All peers consume from the run's control queue, which the broker serves to a single one of them
+(x-single-active-consumer): that one is the arbiter. When it goes, the broker hands the queue, and
+the event that was not acknowledged yet, to the next. Order of events in a tenure:
+
+    1. the first event arrives; a Fence goes to everybody, this peer included
+    2. the Fence comes back: every view of earlier arbiters has arrived before it
+    3. from the newest of these views on, events are decided and views published, all on the very
+       channel the events come by; an event is acknowledged after the views it made are confirmed
+
+Events say how things are rather than what changed, so one that comes twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View
+from manyhands.links import arbiter
+from manyhands.links.membership import Membership
+from manyhands.links.messages import (
+    BeatBack,
+    Call,
+    Dismissal,
+    Fence,
+    Header,
+    Leaving,
+    Lost,
+    Missing,
+    NewView,
+    Ready,
+    Terms,
+    decode_head,
+)
+from manyhands.wire.frames import Limits
+
+_WORDS = Limits(header_bytes=4096, payload_bytes=0)
+
+
+class ControlLine(Protocol):
+    """What the seat needs of its channel. Called under the seat's lock."""
+
+    def to_peer(self, incarnation: int, header: Header) -> None:
+        """Send to one inbox; if it is gone, `Seat.bounced` will hear of it."""
+        ...
+
+    def to_all(self, header: Header) -> int:
+        """Send to all inboxes; returns the tag of the broker's confirmation."""
+        ...
+
+    def acknowledge(self, delivery_tag: int) -> None:
+        """The event has had its effect."""
+        ...
+
+
+class Seat:
+    """Decides events while this peer is the arbiter. Thread-safe.
+
+    `newest()` is the newest view in this peer's own inbox, `unsure()` whether that inbox was
+    replaced since: then others may have been cut off too, and have one lease to come back.
+    """
+
+    def __init__(
+        self,
+        line: ControlLine,
+        terms: Terms,
+        *,
+        newest: Callable[[], View],
+        unsure: Callable[[], bool],
+        new_run: Callable[[], bool],
+        dropped: Callable[[PeerId], None],
+    ) -> None:
+        self._line, self._terms = line, terms
+        self._newest, self._unsure, self._new_run = newest, unsure, new_run
+        self._dropped = dropped
+        self._lock = threading.Lock()
+        self._members: Membership | None = None
+        self._fence: int | None = None
+        self._pending: tuple[int, Call] | None = None
+        self._last_tag = 0  # of the last view that was published
+        self._unconfirmed: set[int] = set()
+        self._to_ack: int | None = None
+        self._pinged_s = 0.0
+
+    @property
+    def taken(self) -> bool:
+        """Whether this peer is the arbiter."""
+        return self._members is not None
+
+    def alone(self) -> bool:
+        """Whether this peer is the arbiter of a run with nobody else in it."""
+        members = self._members
+        return members is not None and len(members.view.roster) <= 1
+
+    def set_terms(self, terms: Terms) -> None:
+        """The terms of the run, once a view has told them."""
+        self._terms = terms
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def on_call(self, delivery_tag: int, call: Call) -> None:
+        """The broker gives this peer an event: it is, or now becomes, the arbiter."""
+        with self._lock:
+            if self._members is not None:
+                return self._decide(delivery_tag, call)
+            self._pending = (delivery_tag, call)
+            self._fence = secrets.randbits(60)
+            self._line.to_all(Fence(self._fence))
+        return None
+
+    def on_fence(self, token: int) -> None:
+        """A Fence has come back through the inbox."""
+        with self._lock:
+            if token != self._fence or self._pending is None:
+                return
+            self._take_seat()
+            pending, self._pending = self._pending, None
+            self._decide(*pending)
+
+    def on_confirm(self, tag: int, *, multiple: bool) -> None:
+        """The broker has what was published under this tag."""
+        with self._lock:
+            done = {t for t in self._unconfirmed if t == tag or (multiple and t <= tag)}
+            self._unconfirmed -= done
+            self._settle()
+
+    def bounced(self, incarnation: int) -> None:
+        """A message of the arbiter found no inbox."""
+        with self._lock:
+            if self._members is not None:
+                self._members.leases.closed(incarnation, time.monotonic())
+
+    def lose(self) -> None:
+        """The channel is gone, and the seat with it."""
+        with self._lock:
+            self._members = self._pending = self._fence = self._to_ack = None
+            self._unconfirmed.clear()
+
+    def tick(self, now_s: float, *, may_judge: bool) -> None:
+        """Judge leases, but only while this peer's own beats come back."""
+        with self._lock:
+            members = self._members
+            if members is None:
+                return None
+            if not may_judge:
+                return members.leases.restart(now_s)
+            members.tick(now_s)
+            if now_s - self._pinged_s >= self._terms.beat_s:
+                self._pinged_s = now_s
+                # A dead peer's inbox goes with its connection: whoever is late is knocked at.
+                for incarnation in members.leases.silent(now_s - 1.5 * self._terms.beat_s):
+                    self._line.to_peer(incarnation, BeatBack(0))
+        return None
+
+    # -- under the lock -------------------------------------------------------------------------
+
+    def _take_seat(self) -> None:
+        view, now_s = self._newest(), time.monotonic()
+        if view.number == NO_VIEW:
+            # Nothing is known of earlier eras; they were numbered by the clock too.
+            view, collect = arbiter.first_view(int(time.time())), not self._new_run()
+        else:
+            collect = self._unsure()
+        self._members = Membership(
+            self._terms, view, now_s, publish=self._publish, drop=self._drop, collect=collect
+        )
+        for member in view.roster:
+            self._members.leases.heard(member.peer.incarnation, now_s)
+
+    def _decide(self, delivery_tag: int, call: Call) -> None:
+        members = self._members
+        assert members is not None
+        if self._admit(members, call):
+            self._attend(members, call)
+            self._line.to_peer(call.peer.incarnation, BeatBack(call.n))
+        self._to_ack = delivery_tag
+        self._settle()
+
+    def _admit(self, members: Membership, call: Call) -> bool:
+        now_s = time.monotonic()
+        if members.collecting:
+            if call.view == NO_VIEW:
+                if call.peer not in members:
+                    members.join(call.peer, now_s)
+            else:
+                members.come_back(call.peer, call.state, call.view, now_s)
+        elif call.peer not in members:
+            if call.view != NO_VIEW:
+                reason = "it was away for longer than its lease"
+                self._line.to_peer(call.peer.incarnation, Dismissal(reason))
+                return False
+            members.join(call.peer, now_s)
+        members.leases.heard(call.peer.incarnation, now_s)
+        return True
+
+    def _attend(self, members: Membership, call: Call) -> None:
+        """What the call says, beyond that its sender is alive."""
+        member = members.view.member(call.peer.incarnation)
+        if member is None:
+            return  # still collecting
+        if call.renewed_at is not None and members.view.cut <= call.renewed_at:
+            members.word(call.peer, Lost(call.peer.incarnation))
+        if call.wants is PeerState.ACTIVE and member.state is PeerState.WATCHING:
+            members.word(call.peer, Ready())
+        if call.wants is PeerState.LEAVING and member.state is PeerState.ACTIVE:
+            members.word(call.peer, Leaving())
+        if call.word:
+            word, _ = decode_head(call.word, _WORDS)
+            if isinstance(word, Missing):
+                members.leases.closed(word.peer, time.monotonic())
+            else:
+                members.word(call.peer, word)
+
+    def _publish(self, view: View) -> None:
+        self._last_tag = self._line.to_all(NewView(view, self._terms))
+        self._unconfirmed.add(self._last_tag)
+
+    def _drop(self, peer: PeerId, reason: str) -> None:
+        self._line.to_peer(peer.incarnation, Dismissal(reason))
+        self._dropped(peer)
+
+    def _settle(self) -> None:
+        if self._to_ack is not None and not self._unconfirmed:
+            self._line.acknowledge(self._to_ack)
+            self._to_ack = None
