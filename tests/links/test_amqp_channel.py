@@ -24,9 +24,9 @@ from manyhands.core.errors import (
     Refused,
     UsageError,
 )
-from manyhands.links import amqp_frames as frames
-from manyhands.links.amqp_channel import AmqpChannel
-from manyhands.links.amqp_login import AmqpLogin
+from manyhands.links.amqp import frames
+from manyhands.links.amqp.channel import AmqpChannel
+from manyhands.links.amqp.login import AmqpLogin
 from manyhands.links.stream import Stream
 from manyhands.testing.broker import TlsFiles
 

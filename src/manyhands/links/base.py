@@ -27,9 +27,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
-from manyhands.core.address import AmqpAddress, HubAddress, LocalAddress, parse_address
+from manyhands.core.address import Address, AmqpAddress, HubAddress, LocalAddress
 from manyhands.core.errors import AddressError
 from manyhands.core.peers import PeerId, View
+from manyhands.core.settings import find_meeting_point
 from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
 from manyhands.wire.frames import Buffer
 
@@ -145,22 +146,28 @@ def new_peer(name: str | None = None) -> PeerId:
 
 
 def open_link(
-    url: str,
+    url: str | None = None,
     *,
     run: str | None = None,
     name: str | None = None,
     settings: LinkSettings | None = None,
     place: Place | None = None,
 ) -> Link:
-    """Join `run` at the meeting point `url` (or join code); returns once a view shows this peer.
+    """Join a run at the meeting point `url` (or join code); returns once a view shows this peer.
 
-    Raises AddressError, Refused (and why), LinkBroken (cannot be reached), LinkTimeout.
+    What is left open comes from the environment or manyhands.toml (`core.settings`).
+    Raises SettingsError, AddressError, Refused (and why), LinkBroken (no way there), LinkTimeout.
     """
-    address = parse_address(url, run=run)
-    if address.run is None:
-        raise AddressError(f"{address} names no run", hint="add it to the address, or pass run=")
-    settings = settings or LinkSettings()
-    me = new_peer(name)
+    point = find_meeting_point(url, run=run, name=name, environ=os.environ)
+    if point.address.run is None:
+        raise AddressError(
+            f"{point.address} names no run", hint="add it to the address, or pass run="
+        )
+    return dial(point.address, new_peer(point.name), settings or LinkSettings(), place)
+
+
+def dial(address: Address, me: PeerId, settings: LinkSettings, place: Place | None = None) -> Link:
+    """`open_link` for those who know exactly where and who."""
     # Each kind of link is imported when it is first asked for: most peers use one.
     match address:
         case LocalAddress():

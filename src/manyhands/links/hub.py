@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import secrets
 import socket
 import threading
 import time
@@ -23,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from manyhands._version import __version__
 from manyhands.core.address import (
     HUB_PORT,
     HubAddress,
@@ -35,35 +33,26 @@ from manyhands.core.errors import (
     AddressError,
     LinkBroken,
     LinkError,
-    LinkTimeout,
     Malformed,
     SettingsError,
-    Truncated,
     WireError,
 )
-from manyhands.core.peers import PeerId
 from manyhands.links import arbiter
 from manyhands.links.journal import Journal
 from manyhands.links.messages import (
     HEADER_BYTES,
     SCHEMA,
-    Beat,
-    BeatBack,
-    Bye,
-    Credit,
-    Data,
     Dismissal,
     Hello,
     Refusal,
-    Welcome,
 )
-from manyhands.links.outbox import Budget, Outbox
-from manyhands.links.room import Frame, Room
+from manyhands.links.outbox import Budget
+from manyhands.links.room import Room
+from manyhands.links.session import Session
 from manyhands.links.stream import Stream
 from manyhands.links.tls import server_context
-from manyhands.wire.frames import FrameReader, Limits, encode_prefix
+from manyhands.wire.frames import FrameReader, Limits
 
-ACK_BYTES = 2 << 20  # say what has arrived at least this often
 log = logging.getLogger(__name__)
 
 
@@ -113,7 +102,7 @@ class Hub:
         self._rooms: dict[str, Room] = {}
         self._sessions: dict[int, Session] = {}
         self._handshakes: dict[socket.socket, float] = {}  # socket -> deadline
-        self.budget = Budget(self._limits.bytes_in_flight)
+        self._budget = Budget(self._limits.bytes_in_flight)
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
         self._listener = _listen(host, port)
@@ -147,7 +136,7 @@ class Hub:
     def close(self) -> None:
         """Stop. Peers see their connection end and look for a restarted hub. Idempotent."""
         self._closing.set()
-        self.budget.wake()
+        self._budget.wake()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         with self._lock:
@@ -253,12 +242,19 @@ class Hub:
             room = self._room_for(hello)
             if isinstance(room, Refusal):
                 return room
-            session = Session(self, hello.run, room, hello.peer)
+            session = Session(
+                hello.run,
+                room,
+                hello.peer,
+                self._budget,
+                forget=self._forget,
+                stopping=self._closing.is_set,
+            )
             self._sessions[hello.peer.incarnation] = session
         session.connect(stream)
         reason = room.join(session, time.monotonic(), hello.back)
         if reason is not None:
-            self.forget(session)
+            self._forget(session)
             session.end()
             return Dismissal(reason)
         self._spawn(session.write, f"hub to {hello.peer}")
@@ -305,18 +301,11 @@ class Hub:
         self._rooms[hello.run] = room
         return room
 
-    # -- for sessions ---------------------------------------------------------------------------
-
-    def forget(self, session: Session) -> None:
+    def _forget(self, session: Session) -> None:
         """The session has ended."""
         with self._lock:
             if self._sessions.get(session.peer.incarnation) is session:
                 del self._sessions[session.peer.incarnation]
-
-    def wait_for_memory(self) -> None:
-        """Return when less than `bytes_in_flight` is held. Readers of peers always drain, so the
-        wait ends with their progress, or with the lease of one that makes none."""
-        self.budget.wait(self._closing.is_set)
 
     # -- threads --------------------------------------------------------------------------------
 
@@ -347,152 +336,6 @@ class Hub:
         with self._lock:
             self._threads.add(thread)
         thread.start()
-
-
-class Session:
-    """One peer's stay: a port of its room that survives the connection it came by."""
-
-    def __init__(self, hub: Hub, run: str, room: Room, peer: PeerId) -> None:
-        self._hub, self.run, self.room, self.peer = hub, run, room, peer
-        self.outbox: Outbox[Stream] = Outbox(room.terms.watch_bytes, hub.budget)
-        self._secret = secrets.token_bytes(16)
-        self._num_received = 0  # frames of the peer that count for resuming
-        self._unsaid_bytes, self._said_s = 0, 0.0
-        self._withheld = False  # we are not reading: its silence is ours
-        self._stream: Stream | None = None
-        self._lock = threading.Lock()
-
-    # -- connections ----------------------------------------------------------------------------
-
-    def connect(self, stream: Stream) -> None:
-        """Answer the first Hello and begin."""
-        self._stream = stream
-        self.outbox.resume(stream, 0, self._welcome(resumed=False))
-
-    def reconnect(self, stream: Stream, secret: bytes, received: int) -> bool:
-        """Go on over a new connection; the old one, if it still seems alive, is closed."""
-        if not hmac.compare_digest(secret, self._secret):
-            return False
-        with self._lock:  # no frame of the old connection counts from here on: see `_take`
-            if not self.outbox.resume(stream, received, self._welcome(resumed=True)):
-                return False
-            old, self._stream = self._stream, stream
-        if old is not None:
-            old.close()
-        log.info("%s came back to run %r", self.peer, self.run)
-        return True
-
-    def _welcome(self, *, resumed: bool) -> Welcome:
-        return Welcome(self.room.terms, self._secret, __version__, resumed, self._num_received)
-
-    def read(self, stream: Stream, reader: FrameReader) -> None:
-        """Take the peer's frames until this connection ends."""
-        try:
-            self._read_frames(stream, reader)
-        except Truncated:
-            pass  # the connection broke within a frame: the peer will send it again
-        except WireError as error:
-            log.warning("%s broke the protocol: %s", self.peer, error)
-            self.room.dismiss(self.peer, f"it broke the protocol: {error}")
-        finally:
-            stream.close()
-            if self.outbox.pause(stream):
-                self.room.closed(self, time.monotonic())
-
-    def _read_frames(self, stream: Stream, reader: FrameReader) -> None:
-        while (head := reader.next()) is not None:
-            prefix, raw_header = head
-            frame = Frame(SCHEMA.decode(prefix.kind, raw_header))
-            if isinstance(frame.header, Data):
-                self._check_data(frame.header, prefix.payload_bytes)
-                # Whole frames are relayed: what came is what goes out.
-                frame.encoded = encode_prefix(*prefix) + raw_header
-            elif prefix.payload_bytes:
-                raise Malformed(f"{type(frame.header).__name__} has no payload")
-            if prefix.payload_bytes:
-                self._wait_for_memory()
-                frame.payload = memoryview(bytearray(prefix.payload_bytes))
-                reader.payload_into([frame.payload])
-            if not self._take(stream, frame):
-                return
-
-    def _take(self, stream: Stream, frame: Frame) -> bool:
-        """Count and route a whole frame; False if this connection has been replaced."""
-        with self._lock:
-            if self._stream is not stream:
-                return False
-            header = frame.header
-            if isinstance(header, Beat):
-                self.outbox.acked(header.received)
-                self.outbox.consumed(header.consumed)
-                self.outbox.put_now(BeatBack(header.n, self._num_received))
-                return True
-            if isinstance(header, Credit) and header.sender != self.peer.incarnation:
-                raise Malformed("a credit in another peer's name")
-            self._num_received += 1
-            self.room.post(self.peer, frame)
-            self._unsaid_bytes += frame.num_bytes
-            now = time.monotonic()
-            # By time too: on a slow link data leaves no room for beats, and renews the lease.
-            if self._unsaid_bytes >= ACK_BYTES or now - self._said_s > self.room.terms.beat_s:
-                self._unsaid_bytes, self._said_s = 0, now
-                self.outbox.put_now(BeatBack(0, self._num_received))
-        return not isinstance(header, Bye)
-
-    def _check_data(self, data: Data, payload_bytes: int) -> None:
-        if data.sender != self.peer.incarnation:
-            raise Malformed("data in another peer's name")
-        if sum(data.sizes) != payload_bytes:
-            raise Malformed(f"buffers of {sum(data.sizes)} bytes, a payload of {payload_bytes}")
-
-    def _wait_for_memory(self) -> None:
-        self._withheld = True
-        self._hub.wait_for_memory()
-        self._withheld = False
-
-    def write(self) -> None:
-        """Send what is in the outbox until the session ends."""
-        while (taken := self.outbox.take()) is not None:
-            frame, stream = taken
-            payload = [] if frame.payload is None else [frame.payload]
-            try:
-                stream.send([frame.encode(), *payload], timeout_s=self.room.terms.lease_s)
-            except (LinkBroken, LinkTimeout):
-                stream.close()  # its reader ends, and the peer may come back
-            del frame, payload, taken  # let the memory go while waiting for the next one
-        self._hub.forget(self)
-        with self._lock:
-            if self._stream is not None:
-                self._stream.close()
-
-    # -- Port -----------------------------------------------------------------------------------
-
-    @property
-    def heard_s(self) -> float:
-        """When the peer's last byte came; now, while it is us who do not read."""
-        stream = self._stream
-        return time.monotonic() if self._withheld or stream is None else stream.heard_s
-
-    @property
-    def num_gaps(self) -> int:
-        """How many Gaps the peer has been sent."""
-        return self.outbox.num_gaps
-
-    def put(self, frame: Frame, *, droppable: bool = False) -> None:
-        """Queue a frame for the peer."""
-        self.outbox.put(frame, droppable=droppable)
-
-    def dismiss(self, reason: str) -> None:
-        """Say so, then end."""
-        log.info("%s is out of run %r: %s", self.peer, self.run, reason)
-        self.outbox.end(Dismissal(reason))
-
-    def end(self) -> None:
-        """End without a word: the hub stops."""
-        self.outbox.end()
-        stream = self._stream
-        if stream is not None:
-            stream.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

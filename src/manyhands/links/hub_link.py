@@ -35,7 +35,6 @@ from manyhands.core.errors import (
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View
 from manyhands.links.base import LinkSettings, Place
 from manyhands.links.endpoint import Endpoint, Sink
-from manyhands.links.hub import ACK_BYTES
 from manyhands.links.messages import (
     HEADER_BYTES,
     SCHEMA,
@@ -53,6 +52,7 @@ from manyhands.links.messages import (
     Terms,
     Welcome,
 )
+from manyhands.links.session import ACK_BYTES
 from manyhands.links.stream import Stream
 from manyhands.links.tls import check_pin, wrap_client
 from manyhands.wire.frames import Buffer, FrameReader, Limits, Prefix, payload_size

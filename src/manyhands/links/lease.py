@@ -56,7 +56,9 @@ class LeaseBook:
         """Something arrived from this peer at that time; older news than known changes nothing."""
         if now_s > self._heard.get(incarnation, float("-inf")):
             self._heard[incarnation] = now_s
-            self._closed.pop(incarnation, None)
+        # What came before the end of a connection does not undo that end.
+        if now_s > self._closed.get(incarnation, float("inf")):
+            del self._closed[incarnation]
 
     def closed(self, incarnation: int, now_s: float) -> None:
         """The peer's connection has closed: only the grace is left, unless it is heard again."""

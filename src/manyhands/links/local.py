@@ -75,6 +75,7 @@ class LocalCarrier:
         self._num_read = 0
         self._reader: threading.Thread | None = None
         self._released = False
+        self._closing = threading.Lock()
 
     # -- Carrier --------------------------------------------------------------------------------
 
@@ -102,8 +103,9 @@ class LocalCarrier:
         self._outbox.end()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
-        if not self._released:
-            self._released = True
+        with self._closing:
+            first, self._released = not self._released, True
+        if first:
             self._room.release()
 
     # -- Port -----------------------------------------------------------------------------------

@@ -81,8 +81,9 @@ class Outbox(Generic[Via]):
     def put_now(self, header: Header) -> None:
         """Add a frame that overtakes the others and is forgotten once sent."""
         with self._changed:
-            self._now.append(Frame(header))
-            self._changed.notify()
+            if not self._ended:
+                self._now.append(Frame(header))
+                self._changed.notify()
 
     def take(self) -> tuple[Frame, Via] | None:
         """The next frame and what to send it by; None when the outbox has ended and is empty."""

@@ -166,9 +166,10 @@ class Stream:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def detach(self) -> None:
-        """Give the descriptor back; call it once no other thread uses the stream."""
+        """Give the descriptor back; for the reader, once it is done."""
         self.close()
-        with contextlib.suppress(OSError):
+        # A writer may be inside: it sees the end at once, and must not find a stranger's socket.
+        with self._write_lock, contextlib.suppress(OSError):
             self._sock.close()
 
 

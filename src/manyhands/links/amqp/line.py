@@ -6,14 +6,15 @@ when it is down, and hears of everything else as a `Handler` of the channel.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
 from collections.abc import Callable
 
 from manyhands.core.errors import LinkBroken, LinkError, LinkTimeout, ManyhandsError, Refused
-from manyhands.links.amqp_channel import AmqpChannel, Handler
-from manyhands.links.amqp_login import AmqpLogin, Setup
+from manyhands.links.amqp.channel import AmqpChannel, Handler
+from manyhands.links.amqp.login import AmqpLogin, Setup
 
 _REDIAL_S = 0.1  # the first pause between two attempts; it doubles up to one second
 # What a broker that is just starting, or has not yet noticed that our last connection is dead,
@@ -67,10 +68,8 @@ class Line:
             return None
         if time.monotonic() - channel.last_heard > 2 * channel.heartbeat_s > 0:
             return channel.abort()
-        try:
+        with contextlib.suppress(LinkError):  # its reader knows
             channel.beat(timeout_s=self._connect_s)
-        except LinkError:
-            pass  # its reader knows
         return None
 
     def _dial(self) -> AmqpChannel:

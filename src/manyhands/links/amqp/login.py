@@ -32,7 +32,7 @@ from manyhands.core.errors import (
     Refused,
     WireError,
 )
-from manyhands.links.amqp_frames import MIN_FRAME_MAX
+from manyhands.links.amqp.frames import MIN_FRAME_MAX
 
 FRAME_MAX = 131072  # RabbitMQ's default; larger frames gained nothing measurable
 

@@ -27,9 +27,9 @@ from manyhands.core.errors import (
     Malformed,
     WireError,
 )
-from manyhands.links import amqp_frames as frames
-from manyhands.links.amqp_frames import Method
-from manyhands.links.amqp_login import AmqpLogin, Setup, log_in, refusal
+from manyhands.links.amqp import frames
+from manyhands.links.amqp.frames import Method
+from manyhands.links.amqp.login import AmqpLogin, Setup, log_in, refusal
 from manyhands.links.stream import Stream
 
 if TYPE_CHECKING:

@@ -1,0 +1,172 @@
+"""The line of calls to the arbiter, and from it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from manyhands.core.errors import LinkClosed, LinkError, Malformed, WireError
+from manyhands.links.amqp.channel import AmqpChannel
+from manyhands.links.amqp.line import Deaf
+from manyhands.links.amqp.login import AmqpLogin
+from manyhands.links.amqp.names import declare_exchange, to_key
+from manyhands.links.amqp.seat import Seat
+from manyhands.links.messages import (
+    HEADER_BYTES,
+    SCHEMA,
+    Bye,
+    Call,
+    Header,
+    decode_head,
+)
+from manyhands.wire.frames import Limits
+
+if TYPE_CHECKING:
+    from manyhands.links.amqp.carrier import AmqpCarrier
+
+
+_CONTROL_EXPIRES_S = 1800  # a run that nobody attends for this long is forgotten
+
+
+class Control(Deaf):
+    """The line of calls: its own to the arbiter, and everybody's while it has the seat."""
+
+    def __init__(self, carrier: AmqpCarrier, login: AmqpLogin) -> None:
+        self._carrier = carrier
+        self._found = False
+        self._delivery: tuple[int, Call | None] = (0, None)
+        self.blocked = False
+        self.line = carrier.line(
+            "control", login, self, setup=self._setup, up=self._start, down=self._stop
+        )
+        self.seat = Seat(
+            self,
+            carrier.terms,
+            newest=carrier.newest,
+            unsure=carrier.unsure,
+            new_run=lambda: not self._found,
+            dropped=carrier.forget,
+        )
+
+    def call(self, n: int, word: Header | None = None) -> None:
+        """Tell the arbiter. What cannot be said now is said by the next beat."""
+        channel = self.line.channel
+        if channel is None or self.blocked:
+            return
+        head = SCHEMA.encode(self._carrier.describe(n, word))
+        with contextlib.suppress(LinkError):
+            channel.publish(
+                self._carrier.names.exchange,
+                "control",
+                head,
+                (),
+                mandatory=False,
+                timeout_s=self._carrier.terms.lease_s,
+            )
+
+    def leave(self) -> None:
+        """Say good-bye; the last one of a run leaves nothing at the broker."""
+        channel = self.line.channel
+        if channel is None:
+            return
+        if self.seat.alone():
+            channel.delete_queue(self._carrier.names.control, timeout_s=1.0)
+        else:
+            self.call(0, Bye())
+
+    # -- ControlLine ----------------------------------------------------------------------------
+
+    def to_peer(self, incarnation: int, header: Header) -> None:
+        self._say(to_key(incarnation), header, mandatory=True)
+
+    def to_all(self, header: Header) -> int:
+        return self._say("view", header, mandatory=False)
+
+    def _say(self, key: str, header: Header, *, mandatory: bool) -> int:
+        channel = self.line.channel
+        if channel is None:
+            raise LinkClosed("the control line is down")
+        exchange = self._carrier.names.exchange
+        return channel.publish(exchange, key, SCHEMA.encode(header), (), mandatory=mandatory)
+
+    def to_exchange(self, exchange: str, header: Header) -> None:
+        """Publish to an exchange that takes everything, by whatever key."""
+        channel = self.line.channel
+        if channel is None:
+            raise LinkClosed("the control line is down")
+        channel.publish(exchange, "", SCHEMA.encode(header), (), mandatory=False)
+
+    def on_fence(self, token: int) -> None:
+        """A fence of ours, or of another arbiter, has arrived in the inbox."""
+        with contextlib.suppress(LinkError):  # the line is breaking, and the seat with it
+            self.seat.on_fence(token)
+
+    def acknowledge(self, delivery_tag: int) -> None:
+        channel = self.line.channel
+        if channel is not None:
+            channel.ack(delivery_tag)
+
+    # -- Handler --------------------------------------------------------------------------------
+
+    def _setup(self, channel: Any) -> None:  # noqa: ANN401  (py-amqp has no types)
+        names = self._carrier.names
+        declare_exchange(channel, names)
+        declared = channel.queue_declare(
+            names.control,
+            durable=True,
+            auto_delete=False,
+            arguments={
+                "x-queue-type": "classic",
+                "x-single-active-consumer": True,
+                "x-expires": _CONTROL_EXPIRES_S * 1000,
+            },
+        )
+        # Somebody was here: consumers, or calls that nobody has read.
+        self._found = bool(declared.consumer_count or declared.message_count)
+        channel.queue_bind(names.control, names.exchange, "control")
+        channel.basic_qos(0, 1, False)
+        channel.confirm_select()
+
+    def _start(self, channel: AmqpChannel) -> None:
+        self.blocked = False
+        channel.consume(self._carrier.names.control, "control", no_ack=False)
+
+    def _stop(self) -> None:
+        self.seat.lose()
+
+    def on_delivery(
+        self,
+        consumer_tag: str,
+        delivery_tag: int,
+        redelivered: bool,
+        header: bytes,
+        body_bytes: int,
+    ) -> Sequence[memoryview]:
+        call, _ = decode_head(header, Limits(header_bytes=HEADER_BYTES, payload_bytes=0))
+        if not isinstance(call, Call) or body_bytes:
+            raise Malformed(f"{type(call).__name__} in the control queue")
+        self._delivery = (delivery_tag, call)
+        return []
+
+    def on_body(self) -> None:
+        tag, call = self._delivery
+        assert call is not None
+        with contextlib.suppress(LinkError):  # the line is breaking: the event goes to the next
+            self.seat.on_call(tag, call)
+
+    def on_bad_delivery(self, consumer_tag: str, delivery_tag: int, error: WireError) -> None:
+        self.acknowledge(delivery_tag)  # nobody else could make more of it
+
+    def on_return(self, reply_code: int, reply_text: str, routing_key: str, header: bytes) -> None:
+        self.seat.bounced(int(routing_key.removeprefix("to."), 16))
+
+    def on_confirm(self, tag: int, multiple: bool, ok: bool) -> None:
+        with contextlib.suppress(LinkError):
+            self.seat.on_confirm(tag, multiple=multiple)
+
+    def on_blocked(self, reason: str) -> None:
+        self.blocked = True
+
+    def on_unblocked(self) -> None:
+        self.blocked = False

@@ -1,0 +1,60 @@
+"""What things are called at the broker, and how they are declared there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Names:
+    """What things are called at the broker. All of it starts with `mh.RUN`."""
+
+    run: str
+
+    @property
+    def exchange(self) -> str:
+        return f"mh.{self.run}"
+
+    @property
+    def control(self) -> str:
+        return f"mh.{self.run}.control"
+
+    def queue(self, kind: str, incarnation: int, life: int) -> str:
+        """A queue of one peer; it cannot have its name back while the broker thinks it in use."""
+        return f"mh.{self.run}.{kind}.{incarnation:x}.{life}"
+
+    def fan(self, incarnation: int) -> str:
+        """The exchange of what fans out to that peer."""
+        return f"mh.{self.run}.fan.{incarnation:x}"
+
+
+def to_key(incarnation: int) -> str:
+    """Routing key of messages to that peer."""
+    return f"to.{incarnation:x}"
+
+
+def from_key(incarnation: int) -> str:
+    """Routing key of fan-outs of that peer."""
+    return f"from.{incarnation:x}"
+
+
+def declare_exchange(channel: Any, names: Names) -> None:  # noqa: ANN401  (py-amqp has no types)
+    """The run's exchange: it goes with the last queue that is bound to it."""
+    channel.exchange_declare(names.exchange, "direct", durable=False, auto_delete=True)
+
+
+def declare_queue(channel: Any, name: str, max_bytes: int, overflow: str) -> None:  # noqa: ANN401
+    """A queue of this connection's own, which goes with it."""
+    channel.queue_declare(
+        name,
+        durable=False,
+        exclusive=True,
+        auto_delete=True,
+        arguments={
+            # Said aloud: a broker may be set up to make quorum queues of whatever says nothing.
+            "x-queue-type": "classic",
+            "x-max-length-bytes": max_bytes,
+            "x-overflow": overflow,
+        },
+    )
