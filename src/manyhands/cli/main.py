@@ -27,7 +27,16 @@ class Command:
     """One line; kept here so that the overview loads none of the modules."""
 
 
-COMMANDS: Mapping[str, Command] = {}
+COMMANDS: Mapping[str, Command] = {
+    "demo": Command(
+        module="manyhands.cli.demo",
+        help="Peers on this machine exchange tensors; one is killed, one joins.",
+    ),
+    "hub": Command(
+        module="manyhands.cli.hub",
+        help="Run a hub: the meeting point that all peers of a run dial.",
+    ),
+}
 """Every command by name, in the order of the overview."""
 
 

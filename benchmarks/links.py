@@ -1,0 +1,422 @@
+"""How fast links move messages, next to a raw socket copy and the broker's own limit.
+
+    python benchmarks/links.py --link local,hub,hub+tls,amqp --peers 2,4,8 --json FILE
+
+Every peer is a process (threads for `local`), the meeting point is one too. `one-way`: each peer of
+the first half sends to one of the second; `all-to-all`: each sends to every other, with a sending
+and a receiving thread. A row is the median of several turns; turns of all links alternate, so that
+a disturbance of the machine meets them alike. CPU seconds are those of all processes together.
+`socket` is sendall/recv_into between two processes, `amqp-raw` our AMQP data path without a link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+from manyhands._version import __version__
+from manyhands.core.address import parse_address
+from manyhands.core.peers import PeerState, View
+from manyhands.links.amqp import login_of
+from manyhands.links.amqp.channel import AmqpChannel
+from manyhands.links.amqp.line import Deaf
+from manyhands.links.base import Delivery, open_link
+from manyhands.links.messages import Ready
+from manyhands.testing.broker import Broker
+
+BIG, SMALL = 1 << 20, 64
+
+
+# -- one peer -------------------------------------------------------------------------------------
+
+
+def targets_of(rank: int, size: int, pattern: str) -> list[int]:
+    """Whom that peer sends to."""
+    if pattern == "all-to-all":
+        return [(rank + k) % size for k in range(1, size)]
+    return [rank + size // 2] if rank < size // 2 else []
+
+
+def expected_by(rank: int, size: int, pattern: str, count: int) -> int:
+    """How many messages that peer receives."""
+    senders = [r for r in range(size) if rank in targets_of(r, size, pattern)]
+    return count * len(senders)
+
+
+def peer(url: str, run: str, rank: int, size: int, pattern: str, num_bytes: int, count: int):
+    """Join, wait for everybody, move `count` messages a pair; returns what it took."""
+    scratch = memoryview(bytearray(num_bytes))
+    ours = memoryview(bytes(os.urandom(num_bytes)))
+    with open_link(
+        url, run=run, name=f"peer-{rank:02}", place=lambda sender, message, sizes: [scratch]
+    ) as link:
+        link.tell(Ready())
+        roster = wait_for(link, size)
+        link.send(None, b"go", [scratch])  # a barrier: nobody starts before everybody is here
+        mail = Mailbox(link)
+        mail.wait(b"go", size - 1)
+        by_rank = {int(p.name[-2:]): p for p in roster}
+        targets = [by_rank[r] for r in targets_of(rank, size, pattern)]
+        cpu, start = time.process_time(), time.perf_counter()
+
+        def send() -> None:
+            for _ in range(count):
+                for target in targets:
+                    link.send(target, b"x", [ours])
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        mail.wait(b"x", expected_by(rank, size, pattern, count))
+        sender.join()
+        elapsed = time.perf_counter() - start
+        cpu = time.process_time() - cpu
+        link.send(None, b"done", [scratch])  # nobody leaves while others still read
+        mail.wait(b"done", size - 1)
+        # The last message of a peer that closes may still be on its way to others: wait for all.
+        link.flush(30)
+    return {"elapsed_s": elapsed, "cpu_s": cpu, "rss": peak_rss()}
+
+
+def wait_for(link, size: int):
+    while True:
+        event = link.receive(30)
+        if isinstance(event, View) and len(event.peers(PeerState.ACTIVE)) == size:
+            return event.peers()
+
+
+class Mailbox:
+    """Counts messages by what they say: a fast peer is a phase ahead of a slow one."""
+
+    def __init__(self, link) -> None:
+        self._link, self._counts = link, Counter()
+
+    def wait(self, message: bytes, count: int) -> None:
+        while self._counts[message] < count:
+            event = self._link.receive(60)
+            if isinstance(event, Delivery):
+                self._counts[event.message] += 1
+
+
+def peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# -- one turn -------------------------------------------------------------------------------------
+
+
+def run_peers(url: str, size: int, pattern: str, num_bytes: int, count: int, meeting: list[int]):
+    """One turn with processes as peers; returns seconds, CPU seconds (peers, meeting point), RSS."""
+    run = f"bench-{os.urandom(4).hex()}"
+    before = cpu_of(meeting)
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--peer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for _ in range(size)
+    ]
+    for rank, job in enumerate(jobs):
+        args = [url, run, rank, size, pattern, num_bytes, count]
+        job.stdin.write(json.dumps(args).encode() + b"\n")
+        job.stdin.close()
+    said = [json.loads(job.stdout.read()) for job in jobs]
+    for job in jobs:
+        job.stdout.close()
+        if job.wait():
+            raise RuntimeError("a peer failed")
+    return {
+        "elapsed_s": max(s["elapsed_s"] for s in said),
+        "cpu_s": sum(s["cpu_s"] for s in said) + cpu_of(meeting) - before,
+        "meeting_cpu_s": cpu_of(meeting) - before,
+        "rss": max(s["rss"] for s in said),
+    }
+
+
+def run_local(size: int, pattern: str, num_bytes: int, count: int):
+    """One turn with threads as peers."""
+    run = f"bench-{os.urandom(4).hex()}"
+    said: list = [None] * size
+    cpu = time.process_time()
+
+    def one(rank: int) -> None:
+        said[rank] = peer("local:///", run, rank, size, pattern, num_bytes, count)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {
+        "elapsed_s": max(s["elapsed_s"] for s in said),
+        "cpu_s": time.process_time() - cpu,
+        "meeting_cpu_s": 0.0,
+        "rss": peak_rss(),
+    }
+
+
+def run_socket(num_bytes: int, count: int):
+    """sendall to recv_into over loopback, two processes: the sender is a fork of this one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        child = os.fork()
+        if child == 0:
+            with socket.create_connection(server.getsockname()) as out:
+                data = os.urandom(num_bytes)
+                for _ in range(count):
+                    out.sendall(data)
+            os._exit(0)
+        with server.accept()[0] as sock:
+            view = memoryview(bytearray(num_bytes))
+            cpu, start = time.process_time(), time.perf_counter()
+            left = num_bytes * count
+            while left:
+                left -= sock.recv_into(view[: min(num_bytes, left)])
+            elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
+        usage = os.wait4(child, 0)[2]
+    cpu += usage.ru_utime + usage.ru_stime
+    return {"elapsed_s": elapsed, "cpu_s": cpu, "meeting_cpu_s": 0.0, "rss": peak_rss()}
+
+
+class Count(Deaf):
+    """Takes deliveries into one place and counts them."""
+
+    def __init__(self, num_bytes: int, count: int) -> None:
+        self._view, self._left = memoryview(bytearray(num_bytes)), count
+        self.done = threading.Event()
+
+    def on_delivery(self, consumer_tag, delivery_tag, redelivered, header, body_bytes):
+        return [self._view]
+
+    def on_body(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.done.set()
+
+
+def run_amqp_raw(url: str, num_bytes: int, count: int, meeting: list[int]):
+    """Publisher (a fork) to broker to consumer: what the broker itself can do with two clients."""
+    login = login_of(parse_address(url))
+    queue = f"bench.{os.urandom(4).hex()}"
+    handler = Count(num_bytes, count)
+    before = cpu_of(meeting)
+    setup = lambda ch: ch.queue_declare(queue, exclusive=False, auto_delete=True)  # noqa: E731
+    channel = AmqpChannel.open(login, handler, setup=setup)
+    reader = threading.Thread(target=channel.serve)
+    reader.start()
+    channel.consume(queue, "c", no_ack=True)
+    child = subprocess.Popen([sys.executable, __file__, "--publish"], stdin=subprocess.PIPE)
+    child.stdin.write(json.dumps([url, queue, num_bytes, count]).encode() + b"\n")
+    child.stdin.close()
+    cpu = time.process_time()
+    # The publisher needs time to start: the clock runs from its first message.
+    while handler._left == count:
+        time.sleep(0.0005)
+    start = time.perf_counter()
+    handler.done.wait(120)
+    elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
+    usage = os.wait4(child.pid, 0)[2]
+    child.returncode = 0
+    channel.close()
+    reader.join()
+    broker = cpu_of(meeting) - before
+    cpu += usage.ru_utime + usage.ru_stime + broker
+    return {"elapsed_s": elapsed, "cpu_s": cpu, "meeting_cpu_s": broker, "rss": peak_rss()}
+
+
+def publish(url: str, queue: str, num_bytes: int, count: int) -> None:
+    channel = AmqpChannel.open(login_of(parse_address(url)), Count(1, 0), setup=lambda ch: None)
+    reader = threading.Thread(target=channel.serve)
+    reader.start()
+    data = memoryview(os.urandom(num_bytes))
+    for _ in range(count):
+        channel.publish("", queue, b"h", [data], mandatory=False)
+    channel.close()
+    reader.join()
+
+
+def cpu_of(pids: list[int]) -> float:
+    total = 0.0
+    for pid in pids:
+        times = psutil.Process(pid).cpu_times()
+        total += times.user + times.system
+    return total
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def count_for(link: str, pattern: str, size: int, num_bytes: int, quick: bool) -> int:
+    """Messages a pair, for a turn of about a second."""
+    if num_bytes == SMALL:
+        total = 2000 if quick else 16000
+    else:
+        total = 100 if quick else {"socket": 2000, "hub+tls": 400}.get(link, 800)
+    pairs = size * (size - 1) if pattern == "all-to-all" else max(1, size // 2)
+    return max(4, total // pairs)
+
+
+def plan(links: list[str], sizes: list[int]) -> list[tuple[str, int, str, int]]:
+    cells = []
+    for num_bytes in (BIG, SMALL):
+        for link in links:
+            if link in ("socket", "amqp-raw"):
+                cells.append((link, 2, "one-way", num_bytes))
+                continue
+            cells += [(link, n, p, num_bytes) for p in ("one-way", "all-to-all") for n in sizes]
+    return cells
+
+
+def turn(cell, urls: dict[str, str], meeting: dict[str, list[int]], quick: bool):
+    link, size, pattern, num_bytes = cell
+    count = count_for(link, pattern, size, num_bytes, quick)
+    if link == "socket":
+        result = run_socket(num_bytes, count)
+    elif link == "amqp-raw":
+        result = run_amqp_raw(urls["amqp"], num_bytes, count, meeting["amqp"])
+    elif link == "local":
+        result = run_local(size, pattern, num_bytes, count)
+    else:
+        result = run_peers(urls[link], size, pattern, num_bytes, count, meeting[link])
+    pairs = sum(len(targets_of(r, size, pattern)) for r in range(size))
+    return {**result, "messages": count * pairs}
+
+
+def row_of(cell, turns: list[dict]) -> dict:
+    link, size, pattern, num_bytes = cell
+    rates = sorted(t["messages"] / t["elapsed_s"] for t in turns)
+    seconds = sorted(t["elapsed_s"] for t in turns)
+    per_gb = [t["cpu_s"] / (t["messages"] * num_bytes / 1e9) for t in turns]
+    rate = statistics.median(rates)
+    return {
+        "link": link.removesuffix("+tls"),
+        "tls": link.endswith("+tls"),
+        "peers": size,
+        "pattern": pattern,
+        "message_bytes": num_bytes,
+        "messages": turns[0]["messages"],
+        "turns": len(turns),
+        "median_s": statistics.median(seconds),
+        "p10_s": quantile(seconds, 0.1),
+        "p90_s": quantile(seconds, 0.9),
+        "messages_per_s": rate,
+        "mb_per_s": rate * num_bytes / 1e6,
+        "cpu_s": statistics.median(t["cpu_s"] for t in turns),
+        "meeting_point_cpu_s": statistics.median(t["meeting_cpu_s"] for t in turns),
+        "cpu_s_per_gb": statistics.median(per_gb),
+        "peak_rss_bytes": max(t["rss"] for t in turns),
+    }
+
+
+def quantile(values: list[float], q: float) -> float:
+    return values[min(len(values) - 1, round(q * (len(values) - 1)))]
+
+
+def machine() -> dict:
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "manyhands": __version__,
+    }
+
+
+@contextlib.contextmanager
+def hub_process(*, tls: bool):
+    """A hub of its own; yields its address and process id."""
+    with tempfile.TemporaryDirectory() as state:
+        secure = [] if tls else ["--insecure"]
+        command = ["hub", "--bind", "127.0.0.1:0", "--state", state, "--json", *secure]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "manyhands", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            said = json.loads(process.stdout.readline())
+            yield said["code"], process.pid
+        finally:
+            process.terminate()
+            process.wait()
+            process.stdout.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--link", default="socket,local,hub,hub+tls,amqp-raw,amqp")
+    parser.add_argument("--peers", default="2,4,8")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="few messages: does it run at all?")
+    args = parser.parse_args()
+    links, sizes = args.link.split(","), [int(n) for n in args.peers.split(",")]
+    with contextlib.ExitStack() as stack:
+        urls: dict[str, str] = {}
+        meeting: dict[str, list[int]] = {}
+        for link in {"hub", "hub+tls"} & set(links):
+            urls[link], pid = stack.enter_context(hub_process(tls=link == "hub+tls"))
+            meeting[link] = [pid]
+        if {"amqp", "amqp-raw"} & set(links):
+            broker = stack.enter_context(Broker())
+            urls["amqp"], meeting["amqp"] = broker.url(), list(broker.process_ids())
+        cells = plan(links, sizes)
+        turns: dict[tuple, list[dict]] = {cell: [] for cell in cells}
+        for n in range(args.turns):
+            for cell in cells:
+                turns[cell].append(turn(cell, urls, meeting, args.quick))
+            print(f"turn {n + 1} of {args.turns} done", file=sys.stderr)
+    rows = [row_of(cell, turns[cell]) for cell in cells]
+    add_ratios(rows)
+    show(rows)
+    if args.json:
+        result = {"bench": "links", "machine": machine(), "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def add_ratios(rows: list[dict]) -> None:
+    """Throughput against the raw socket copy of the same run."""
+    base = {r["message_bytes"]: r["messages_per_s"] for r in rows if r["link"] == "socket"}
+    for row in rows:
+        if row["message_bytes"] in base:
+            row["ratio_to_socket"] = row["messages_per_s"] / base[row["message_bytes"]]
+
+
+def show(rows: list[dict]) -> None:
+    print(f"{'link':10} {'peers':>5} {'pattern':>10} {'bytes':>8} {'MB/s':>8} {'msg/s':>9} "
+          f"{'CPU s/GB':>8} {'RSS MB':>7}")  # fmt: skip
+    for r in rows:
+        name = r["link"] + ("+tls" if r["tls"] else "")
+        print(f"{name:10} {r['peers']:5} {r['pattern']:>10} {r['message_bytes']:8} "
+              f"{r['mb_per_s']:8.0f} {r['messages_per_s']:9.0f} {r['cpu_s_per_gb']:8.2f} "
+              f"{r['peak_rss_bytes'] / 1e6:7.0f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--peer"]:
+        print(json.dumps(peer(*json.loads(sys.stdin.readline()))))
+    elif sys.argv[1:] == ["--publish"]:
+        publish(*json.loads(sys.stdin.readline()))
+    else:
+        main()

@@ -1,0 +1,78 @@
+"""`manyhands hub`: run a hub until it is told to stop, and say how to join it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from manyhands.core.address import HUB_PORT
+from manyhands.links.hub import Hub
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def hub(
+    bind: Annotated[str | None, typer.Option(help="HOST:PORT to listen on; port 0 is any.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="HOST[:PORT] that peers reach it by, for the join code.")
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="Folder for key, token and runs: a restart is the same hub.")
+    ] = None,
+    run: Annotated[list[str] | None, typer.Option(help="Serve this run only; repeatable.")] = None,
+    insecure: Annotated[bool, typer.Option(help="No TLS, no token: loopback only.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+) -> None:
+    """Run a hub: the meeting point that all peers of a run dial.
+
+    It prints a join code, which is a secret: whoever has it can take part.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    bind = bind or (f"127.0.0.1:{HUB_PORT}" if insecure else f"0.0.0.0:{HUB_PORT}")
+    state = state or default_state()
+    stop = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    runs = frozenset(run) if run else None
+    with Hub(bind, advertise=advertise, state=state, insecure=insecure, runs=runs) as running:
+        _announce(running, state, json_output)
+        stop.wait()
+    if not json_output:
+        print("stopped; the same command starts the same hub again")
+
+
+def default_state() -> Path:
+    """Where a hub keeps its identity when nobody says otherwise."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "manyhands" / "hub"
+
+
+def _announce(hub: Hub, state: Path, json_output: bool) -> None:
+    address = hub.address
+    url = f"{address}?insecure=1" if address.insecure else None
+    if json_output:
+        said = {"code": address.code(), "host": address.host, "port": address.port}
+        print(json.dumps({**said, "insecure": address.insecure, "state": str(state)}), flush=True)
+        return
+    print(f"hub listens; peers reach it at {address.host}:{address.port}")
+    print(f"state: {state}")
+    if url:
+        print(f"insecure, this machine only: {url}")
+    print("\njoin code (a secret):\n")
+    print(f"    {address.code()}\n")
+    print('in Python:  manyhands.open_link("CODE", run="NAME")')
+    print("to check:   manyhands doctor CODE", flush=True)
