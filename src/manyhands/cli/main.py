@@ -36,6 +36,10 @@ COMMANDS: Mapping[str, Command] = {
         module="manyhands.cli.hub",
         help="Run a hub: the meeting point that all peers of a run dial.",
     ),
+    "doctor": Command(
+        module="manyhands.cli.doctor",
+        help="Everything that could go wrong, measured, with remedies.",
+    ),
 }
 """Every command by name, in the order of the overview."""
 

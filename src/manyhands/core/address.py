@@ -87,7 +87,9 @@ def parse_address(text: str, *, run: str | None = None) -> Address:
     address = _parse_code(text) if text.startswith(_CODE) else _parse_url(text)
     if run is not None:
         if address.run is not None and address.run != run:
-            raise AddressError(f"the address names run {address.run!r}, the caller {run!r}")
+            raise AddressError(
+                f"the address names run {address.run!r}, the caller {run!r}", hint="name it once"
+            )
         address = replace(address, run=run)
     if address.run is not None:
         check_run(address.run)
@@ -130,7 +132,8 @@ def is_loopback(host: str) -> bool:
 
 def redact(text: str) -> str:
     """`text` without passwords of URLs, tokens and join codes; for logs and reports."""
-    text = re.sub(r"(\w+://[^\s:/@]*):[^\s@/]*@", r"\1:***@", text)
+    # Greedy: an unquoted / or @ in a password is the user's mistake, and still a password.
+    text = re.sub(r"(\w+://[^\s:/@]*):\S*@", r"\1:***@", text)
     text = re.sub(r"([?&](?:token|password)=)[^\s&#]*", r"\1***", text)
     return re.sub(rf"{_CODE}[\w-]+", f"{_CODE}***", text)
 
@@ -139,8 +142,12 @@ def _parse_url(text: str) -> Address:
     try:
         parts = urlsplit(text)
         port = parts.port
-    except ValueError as error:
-        raise AddressError(f"{redact(text)!r} is not an address: {error}") from None
+    except ValueError:
+        # Without Python's own words: they quote what follows a colon, and it may be a password.
+        raise AddressError(
+            f"{redact(text)!r} is not an address: its host or port cannot be read",
+            hint="write %2F, %40 and %3A for the characters / @ : in a password",
+        ) from None
     query = _query(parts, text)
     if parts.scheme == "local":
         return LocalAddress(run=_path(parts) or query.get("run"))

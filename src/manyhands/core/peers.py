@@ -27,6 +27,14 @@ class PeerId(NamedTuple):
         return f"{self.name}#{self.incarnation & 0xFFFF:04x}"
 
 
+PEER_NAME_HINT = "1 to 100 bytes of printable text"
+
+
+def is_peer_name(name: str) -> bool:
+    """Whether a peer may have this name: it is shown in logs, and a view has many of them."""
+    return name.isprintable() and 1 <= len(name.encode(errors="replace")) <= 100
+
+
 class PeerState(enum.Enum):
     """How far a peer takes part."""
 

@@ -9,7 +9,8 @@
             case Gap(): ...
 
 What every link promises (`manyhands.testing.contract` checks it):
-- FIFO from each peer to each other, no doubles; a loss is followed by a cut (for an active peer)
+- FIFO from each peer to each other (to a watching one: direct messages and fan-outs each), no
+  doubles; a loss is followed by a cut (for an active peer)
   or by a Gap (for a watching one), never papered over.
 - Views reach every peer in one order, numbered by one arbiter.
 - A sender blocks when a reader is `window_bytes` behind; watching peers hold nobody up.
@@ -29,7 +30,7 @@ from typing import Protocol, Self
 
 from manyhands.core.address import Address, AmqpAddress, HubAddress, LocalAddress
 from manyhands.core.errors import AddressError
-from manyhands.core.peers import PeerId, View
+from manyhands.core.peers import PEER_NAME_HINT, PeerId, View, is_peer_name
 from manyhands.core.settings import find_meeting_point
 from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
 from manyhands.wire.frames import Buffer
@@ -140,8 +141,8 @@ def new_peer(name: str | None = None) -> PeerId:
     incarnation = secrets.randbelow((1 << 63) - 1) + 1
     if name is None:
         name = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{incarnation & 0xFFF:03x}"
-    if not 1 <= len(name) <= 100:
-        raise AddressError(f"peer name of {len(name)} characters", hint="1 to 100 characters")
+    if not is_peer_name(name):
+        raise AddressError(f"peer name {name[:100]!r} cannot be used", hint=PEER_NAME_HINT)
     return PeerId(name, incarnation)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -30,6 +30,7 @@ from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View
 from manyhands.links.base import DEFAULT_TIMEOUT_S, Delivery, Event, Gap, Place
 from manyhands.links.lease import HeldLease
 from manyhands.links.messages import (
+    MAX_BUFFERS,
     MESSAGE_BYTES,
     BeatBack,
     Credit,
@@ -43,12 +44,11 @@ from manyhands.links.messages import (
     Ready,
     Resign,
     Terms,
+    cost_of,
 )
 from manyhands.links.messages import Gap as GapNotice
 from manyhands.links.window import ReceiveWindows, SendWindows, StreamCheck
 from manyhands.wire.frames import Buffer, payload_size
-
-_FRAME_COST = 128  # bytes that a message without buffers is counted as
 
 
 class Carrier(Protocol):
@@ -103,8 +103,12 @@ class Sink(Protocol):
         ...
 
     def backlog_bytes(self) -> int:
-        """Bytes of payload that have arrived and nobody has received."""
+        """Bytes of messages that have arrived and nobody has received."""
         ...
+
+
+Wrap = Callable[[Carrier], Carrier]
+"""A seam for tests: what stands between an endpoint and its carrier."""
 
 
 class Endpoint:
@@ -114,7 +118,8 @@ class Endpoint:
         self._me, self._terms, self._carrier, self._place = me, terms, carrier, place
         self._send_lock = threading.Lock()  # numbering and carrying are one act
         self._changed = threading.Condition()  # guards everything below
-        self._inbox: deque[tuple[Event, Data | None]] = deque()
+        # With a message its header; with a Gap how many the meeting point had told of by then.
+        self._inbox: deque[tuple[Event, Data | int | None]] = deque()
         self._view = View(NO_VIEW, ())
         self._names: dict[int, PeerId] = {}
         self._gone: set[int] = set()
@@ -122,7 +127,7 @@ class Endpoint:
         self._in = ReceiveWindows(terms.window_bytes)
         self._streams = StreamCheck()
         self._lease = HeldLease(terms.lease_s)
-        self._num_gaps = 0
+        self._gaps_told = self._gaps_seen = 0  # by the meeting point, by the user
         self._consumed = self._told_consumed = 0
         self._backlog = 0
         self._error: LinkError | None = None
@@ -149,7 +154,7 @@ class Endpoint:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         size = payload_size(buffers)
-        self._check_size(len(message), size)
+        self._check_size(len(message), len(buffers), size)
         address = None if to is None else to.incarnation
         if address == self._me.incarnation:
             raise PeerGone(f"{to} (this peer itself; a link talks to the others)")
@@ -161,10 +166,12 @@ class Endpoint:
                     readers = self._readers(to, address)
                     if self._out.waiting_for(readers):
                         continue  # another thread was faster
-                    seq = self._out.debit(address, readers, _FRAME_COST + len(message) + size)
+                    seq = self._out.debit(address, readers, cost_of(len(message), size))
                 sizes = tuple(memoryview(buffer).nbytes for buffer in buffers)
                 data = Data(self._me.incarnation, address, seq, sizes, message)
-                return self._carrier.carry(data, buffers)
+                self._carrier.carry(data, buffers)
+            with self._changed:
+                return self._check_open()  # it may have ended while the network was slow
 
     def receive(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Event:
         with self._changed:
@@ -173,8 +180,10 @@ class Endpoint:
             if not self._inbox:
                 assert self._error is not None
                 raise self._error
-            event, data = self._inbox.popleft()
-            credit = None if data is None else self._take(data)
+            event, about = self._inbox.popleft()
+            credit = self._take(about) if isinstance(about, Data) else None
+            if isinstance(about, int):
+                self._gaps_seen = about
             if self._consumed - self._told_consumed >= self._terms.watch_bytes // 4:
                 self._poke.set()  # a watching peer that reads fast should not miss anything
         if credit is not None:
@@ -185,7 +194,7 @@ class Endpoint:
         with self._changed:
             self._check_open()
             if isinstance(word, Ready):
-                word = Ready(gaps=self._num_gaps)
+                word = Ready(gaps=self._gaps_seen)
         self._carrier.carry(word)
 
     def flush(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -238,7 +247,7 @@ class Endpoint:
 
     def _beat(self) -> None:
         n = 0
-        while not self._stop:
+        while not self._stop and self._error is None:
             n += 1
             with self._changed:
                 self._lease.sent(n, time.monotonic())
@@ -255,9 +264,13 @@ class Endpoint:
 
     # -- sending --------------------------------------------------------------------------------
 
-    def _check_size(self, message_bytes: int, size: int) -> None:
-        if message_bytes > MESSAGE_BYTES:
-            raise Oversized(f"message of {message_bytes} bytes; at most {MESSAGE_BYTES} are taken")
+    def _check_size(self, message_bytes: int, num_buffers: int, size: int) -> None:
+        # Each buffer takes a few bytes of the header beside the message.
+        if message_bytes + 5 * num_buffers > MESSAGE_BYTES or num_buffers > MAX_BUFFERS:
+            raise Oversized(
+                f"message of {message_bytes} bytes with {num_buffers} buffers; at most "
+                f"{MESSAGE_BYTES} bytes are taken, 5 for each buffer, and {MAX_BUFFERS} buffers"
+            )
         if size > self._terms.part_bytes:
             raise Oversized(
                 f"buffers of {size} bytes; the peers of this run take {self._terms.part_bytes}",
@@ -300,10 +313,10 @@ class Endpoint:
     # -- receiving ------------------------------------------------------------------------------
 
     def _take(self, data: Data) -> Credit | None:
-        size = _FRAME_COST + len(data.message) + sum(data.sizes)
-        self._consumed += sum(data.sizes)
-        self._backlog -= sum(data.sizes)
-        due = self._in.take(data.sender, fanout=data.to is None, seq=data.seq, num_bytes=size)
+        cost = data.cost
+        self._consumed += cost
+        self._backlog -= cost
+        due = self._in.take(data.sender, fanout=data.to is None, seq=data.seq, num_bytes=cost)
         if due is None or data.sender in self._gone:
             return None
         return Credit(self._me.incarnation, data.sender, *due)
@@ -315,7 +328,7 @@ class Endpoint:
             if data.sender in self._gone or not self._streams.is_new(
                 data.sender, fanout=data.to is None, seq=data.seq
             ):
-                self._consumed += sum(data.sizes)
+                self._consumed += data.cost
                 return None
         sender = self._name(data.sender)
         placed = self._place(sender, data.message, data.sizes) if self._place else None
@@ -337,9 +350,8 @@ class Endpoint:
             watching = self._watching()
             if hole and watching:
                 self._add_gap()
-            self._inbox.append((event, data))
-            self._backlog += sum(data.sizes)
-            self._changed.notify_all()
+            self._backlog += data.cost
+            self._arrive(event, data)
         if hole and not watching:
             self._carrier.carry(Lost(data.sender))
 
@@ -358,6 +370,7 @@ class Endpoint:
             case GapNotice():
                 with self._changed:
                     self._streams.forgive()
+                    self._gaps_told += 1
                     self._add_gap()
             case Dismissal():
                 self._end(Excluded(header.reason))
@@ -373,6 +386,11 @@ class Endpoint:
         with self._changed:
             self._streams.forgive()
             self._consumed = self._told_consumed = 0
+            # A meeting point that starts anew has told of no gap yet.
+            self._gaps_told = self._gaps_seen = 0
+            self._inbox = deque(
+                (event, 0 if isinstance(event, Gap) else about) for event, about in self._inbox
+            )
             if self._watching():
                 self._add_gap()
 
@@ -393,18 +411,23 @@ class Endpoint:
             self._names.update({m.peer.incarnation: m.peer for m in view.roster})
             self._gone |= {m.peer.incarnation for m in old.roster} - here
             for windows in (self._out, self._in, self._streams):
-                windows.keep(here)
+                windows.forget(self._gone)
             if view.cut != old.cut:
                 self._out.reset()
-            self._inbox.append((view, None))
+            self._arrive(view, None)
             if self._me.incarnation not in here and old.member(self._me.incarnation):
                 self._end(Excluded("a view without it was published"))
             self._changed.notify_all()
 
     def _add_gap(self) -> None:
-        self._num_gaps += 1
-        self._inbox.append((Gap(), None))
-        self._changed.notify_all()
+        if self._inbox and isinstance(self._inbox[-1][0], Gap):
+            self._inbox.pop()  # for a user who does not read, one is as good as many
+        self._arrive(Gap(), self._gaps_told)
+
+    def _arrive(self, event: Event, about: Data | int | None) -> None:
+        if self._error is None:  # nothing comes after the end
+            self._inbox.append((event, about))
+            self._changed.notify_all()
 
     def _watching(self) -> bool:
         member = self._view.member(self._me.incarnation)

@@ -14,6 +14,7 @@ import contextlib
 import hmac
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from manyhands.core.errors import (
     SettingsError,
     WireError,
 )
+from manyhands.core.peers import PEER_NAME_HINT, PeerId, is_peer_name
 from manyhands.links import arbiter
 from manyhands.links.journal import Journal
 from manyhands.links.messages import (
@@ -53,6 +55,7 @@ from manyhands.links.stream import Stream
 from manyhands.links.tls import server_context
 from manyhands.wire.frames import FrameReader, Limits
 
+_SHOWN = 120  # characters of a stranger's name in a log
 log = logging.getLogger(__name__)
 
 
@@ -174,6 +177,7 @@ class Hub:
                     deadline = time.monotonic() + self._limits.handshake_s
                     self._handshakes[sock] = deadline
             if full:
+                log.warning("a connection was turned away: too many that have not said Hello")
                 sock.close()
             else:
                 self._spawn(lambda sock=sock: self._serve(sock), "hub connection")
@@ -181,27 +185,41 @@ class Hub:
     def _serve(self, raw: socket.socket) -> None:
         """One connection, from its first byte to its last."""
         stream: Stream | None = None
+        where, sock = ("?", 0), raw
         try:
             where = raw.getpeername()[:2]
-            sock = raw if self._tls is None else self._tls.wrap_socket(raw, server_side=True)
+            if self._tls is not None:
+                sock = self._secure(raw, self._tls)
+                sock.do_handshake()
             stream = Stream(sock)
-            self._greet(stream, raw, where)
+            self._greet(stream, sock, where)
         except (LinkError, WireError, OSError) as error:
-            log.warning("connection ended: %s", error)
+            log.warning("%s:%s: connection ended: %s", *where, error)
         finally:
             with self._lock:
-                self._handshakes.pop(raw, None)
+                self._handshakes.pop(sock, None)
             if stream is not None:
                 stream.detach()
-            raw.close()
+            sock.close()
 
-    def _greet(self, stream: Stream, raw: socket.socket, where: tuple[str, int]) -> None:
+    def _secure(self, raw: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
+        """A TLS socket in the place of `raw`, which can be used no more: it has the deadline."""
+        with self._lock:
+            sock = tls.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
+            deadline = self._handshakes.pop(raw, None)
+            if deadline is not None:
+                self._handshakes[sock] = deadline
+        if deadline is None or self._closing.is_set():
+            _shut(sock)
+        return sock
+
+    def _greet(self, stream: Stream, sock: socket.socket, where: tuple[str, int]) -> None:
         """Read the Hello, find or make the session, then read until the connection ends."""
         reader = FrameReader(stream.recv_into, Limits(header_bytes=4096, payload_bytes=0))
         first = reader.next()
         with self._lock:
             # From here on silence is a matter of leases.
-            if self._handshakes.pop(raw, None) is None:
+            if self._handshakes.pop(sock, None) is None:
                 return log.warning("%s:%s: no greeting in time", *where)
         if first is None:
             return None
@@ -213,7 +231,8 @@ class Hub:
         session = self._admit(hello, stream)
         if isinstance(session, Refusal | Dismissal):
             text = session.message if isinstance(session, Refusal) else session.reason
-            log.warning("%s:%s, %s of run %r turned away: %s", *where, hello.peer, hello.run, text)
+            who = str(hello.peer)[:_SHOWN]
+            log.warning("%s:%s, %r of run %r turned away: %s", *where, who, hello.run, text)
             return stream.send([SCHEMA.encode(session)], timeout_s=1.0)
         reader.limits = Limits(
             header_bytes=HEADER_BYTES, payload_bytes=session.room.terms.part_bytes
@@ -225,7 +244,7 @@ class Hub:
             hello.token.encode(), self._journal.token.encode()
         ):
             return Refusal("token", "the token is wrong", "use the join code this hub prints")
-        if refusal := self._check_run(hello.run):
+        if refusal := self._check_run(hello.run) or _check_peer(hello.peer):
             return refusal
         with self._lock:
             if self._closing.is_set():
@@ -255,7 +274,6 @@ class Hub:
         reason = room.join(session, time.monotonic(), hello.back)
         if reason is not None:
             self._forget(session)
-            session.end()
             return Dismissal(reason)
         self._spawn(session.write, f"hub to {hello.peer}")
         log.info("%s joined run %r", hello.peer, hello.run)
@@ -338,6 +356,13 @@ class Hub:
         thread.start()
 
 
+def _check_peer(peer: PeerId) -> Refusal | None:
+    """What others will read in views and logs, and address."""
+    if is_peer_name(peer.name) and 0 < peer.incarnation < 1 << 63:
+        return None
+    return Refusal("name", "the peer's name or number cannot be used", PEER_NAME_HINT)
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -364,4 +389,4 @@ def _reachable(host: str) -> str:
 
 def _shut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS has its own: not for other threads

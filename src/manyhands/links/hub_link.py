@@ -9,6 +9,7 @@ follows.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import socket
 import threading
@@ -34,7 +35,7 @@ from manyhands.core.errors import (
 )
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View
 from manyhands.links.base import LinkSettings, Place
-from manyhands.links.endpoint import Endpoint, Sink
+from manyhands.links.endpoint import Endpoint, Sink, Wrap
 from manyhands.links.messages import (
     HEADER_BYTES,
     SCHEMA,
@@ -47,6 +48,7 @@ from manyhands.links.messages import (
     Header,
     Hello,
     NewView,
+    Ready,
     Refusal,
     Return,
     Terms,
@@ -57,19 +59,25 @@ from manyhands.links.stream import Stream
 from manyhands.links.tls import check_pin, wrap_client
 from manyhands.wire.frames import Buffer, FrameReader, Limits, Prefix, payload_size
 
+log = logging.getLogger(__name__)
 _REDIAL_S = 0.1  # the first pause between two attempts; it doubles up to one second
 _BYE_S = 1.0  # for the last frame of a closing link
 
 
 def open_hub(
-    address: HubAddress, me: PeerId, settings: LinkSettings, place: Place | None
+    address: HubAddress,
+    me: PeerId,
+    settings: LinkSettings,
+    place: Place | None,
+    wrap: Wrap = lambda carrier: carrier,
 ) -> Endpoint:
     """Dial the hub and join the run."""
     _check_security(address)
     carrier = HubCarrier(address, me, settings)
     terms = carrier.dial()
     # A restarted hub publishes its first view one lease after it began to collect returns.
-    return Endpoint(me, terms, carrier, place).start(settings.connect_s + 1.5 * terms.lease_s)
+    patience_s = settings.connect_s + 1.5 * terms.lease_s
+    return Endpoint(me, terms, wrap(carrier), place).start(patience_s)
 
 
 def _check_security(address: HubAddress) -> None:
@@ -93,6 +101,7 @@ class _Kept(NamedTuple):
     header: Header
     encoded: bytes
     buffers: Sequence[Buffer]
+    num_bytes: int
     sent_s: float
 
 
@@ -108,11 +117,19 @@ class HubCarrier:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._view, self._state = NO_VIEW, PeerState.WATCHING
-        # Outgoing, under _out: frames that the hub may not hold, the oldest first.
+        # Outgoing. `_turn` makes frames leave in the order in which they are kept. `_out` guards
+        # the account of them, the oldest first, and is never held while the network is waited
+        # for: the reader thread needs it, and a reader that waits for a writer is a deadlock.
+        self._turn = threading.Lock()
         self._out = threading.Condition()
         self._stream: Stream | None = None
+        self._dialling: Stream | None = None
         self._kept: deque[_Kept] = deque()
-        self._num_carried = self._num_acked = 0
+        self._kept_bytes = 0
+        self._num_carried = self._num_acked = 0  # of all sessions
+        self._num_before = 0  # of those, in earlier sessions
+        self._failure: LinkError | None = None
+        self._said_bye = False
         # Incoming, used by the reader thread only.
         self._num_received = 0
         self._unsaid_bytes = 0
@@ -133,7 +150,9 @@ class HubCarrier:
         stream: Stream | None = None
         try:
             sock = self._connect(where)
-            stream = Stream(sock)
+            stream = self._dialling = Stream(sock)
+            if self._closing.is_set():
+                stream.close()
             # Nothing in a handshake may outlast its deadline, whatever the far side does.
             timer = threading.Timer(max(0.0, deadline - time.monotonic()), stream.close)
             timer.start()
@@ -162,7 +181,6 @@ class HubCarrier:
         try:
             secured = wrap_client(sock)
         except (OSError, ValueError) as error:
-            sock.close()
             raise LinkBroken(
                 f"no TLS with {where}: {error}",
                 hint="a hub started with --insecure has no TLS; is it a manyhands hub at all?",
@@ -187,13 +205,19 @@ class HubCarrier:
         stream.send([SCHEMA.encode(hello)])
         limits = Limits(header_bytes=HEADER_BYTES, payload_bytes=self._terms.part_bytes)
         reader = FrameReader(stream.recv_into, limits)
-        first = reader.next()
-        if first is None:
+        hint = "is it a manyhands hub of this release, with TLS on both sides or on neither?"
+        try:
+            first = reader.next()
+            answer = None if first is None else SCHEMA.decode(first[0].kind, first[1])
+        except WireError as error:
+            raise LinkBroken(
+                f"no hub at {where}, something else answers: {error.message}", hint=hint
+            ) from None
+        if answer is None:
             raise LinkBroken(
                 f"the hub at {where} said nothing for {self._settings.connect_s:g} s or hung up",
-                hint="is it a manyhands hub, with TLS on the same side of both?",
+                hint=hint,
             )
-        answer = SCHEMA.decode(first[0].kind, first[1])
         match answer:
             case Welcome():
                 reader.limits = Limits(
@@ -215,21 +239,47 @@ class HubCarrier:
         self._thread.start()
 
     def carry(self, header: Header, buffers: Sequence[Buffer] = ()) -> None:
-        encoded = SCHEMA.encode(header, payload_size(buffers))
+        size = payload_size(buffers)
+        encoded = SCHEMA.encode(header, size)
+        if isinstance(header, Data):
+            self._wait_for_hub()
+        with self._turn:
+            with self._out:
+                kept = _Kept(header, encoded, buffers, len(encoded) + size, time.monotonic())
+                self._kept.append(kept)
+                self._kept_bytes += kept.num_bytes
+                self._num_carried += 1
+                stream = self._stream
+            if stream is not None:
+                self._write(stream, kept)
+
+    def _wait_for_hub(self) -> None:
+        """Without a connection nothing leaves; then no more is kept than a hub would keep."""
         with self._out:
-            kept = _Kept(header, encoded, buffers, time.monotonic())
-            self._kept.append(kept)
-            self._num_carried += 1
-            if self._stream is not None:
-                self._write(self._stream, kept)
+            self._out.wait_for(
+                lambda: (
+                    self._stream is not None
+                    or self._kept_bytes < self._terms.watch_bytes
+                    or self._is_over()
+                )
+            )
+
+    def _is_over(self) -> bool:
+        return self._closing.is_set() or self._failure is not None
 
     def _write(self, stream: Stream, kept: _Kept) -> bool:
+        receipt: list[Buffer] = []
+        if self._unsaid_bytes >= ACK_BYTES:  # the reader found no moment to say so
+            self._unsaid_bytes = 0
+            receipt = [SCHEMA.encode(Beat(0, self._num_received, self._consumed))]
         try:
-            stream.send([kept.encoded, *kept.buffers], timeout_s=self._terms.lease_s)
+            stream.send([kept.encoded, *kept.buffers, *receipt], timeout_s=self._terms.lease_s)
         except (LinkBroken, LinkTimeout):
             # The frame is kept. The reader thread sees the end and dials again.
             stream.close()
-            self._stream = None
+            with self._out:
+                if self._stream is stream:
+                    self._stream = None
             return False
         return True
 
@@ -243,40 +293,54 @@ class HubCarrier:
         self._say(stream, n, wait_s=self._terms.beat_s / 4)
         return None
 
-    def _say(self, stream: Stream, n: int, *, wait_s: float = 0.0) -> None:
+    def _say(self, stream: Stream, n: int, *, wait_s: float = 0.0) -> bool:
         """A beat, unless data is being written: then that is the sign of life."""
         with contextlib.suppress(LinkBroken):
             beat = Beat(n, self._num_received, self._consumed)
-            stream.send_now([SCHEMA.encode(beat)], wait_s=wait_s)
+            return stream.send_now([SCHEMA.encode(beat)], wait_s=wait_s)
+        return False
 
     def flush(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         with self._out:
-            target = self._num_carried
-            if self._stream is not None:
-                self._say(self._stream, 0, wait_s=timeout_s)
-            if not self._out.wait_for(
-                lambda: self._num_acked >= target or self._closing.is_set(), timeout_s
-            ):
-                raise LinkTimeout("word from the hub that it holds all frames", timeout_s)
-            if self._num_acked < target:
+            target, stream = self._num_carried, self._stream
+        if stream is not None:
+            self._say(stream, 0, wait_s=timeout_s)
+        with self._out:
+            self._out.wait_for(
+                lambda: self._num_acked >= target or self._is_over(),
+                max(0.0, deadline - time.monotonic()),
+            )
+            if self._num_acked >= target:
+                return
+            if self._failure is not None:
+                raise self._failure
+            if self._closing.is_set():
                 raise LinkClosed("the link was closed while frames were on their way")
+            raise LinkTimeout("word from the hub that it holds all frames", timeout_s)
 
     def close(self) -> None:
-        first = not self._closing.is_set()
-        self._closing.set()
         with self._out:
+            first, self._said_bye = not (self._said_bye or self._is_over()), True
+            self._closing.set()
             self._out.notify_all()
-            stream = self._stream
-        if stream is not None and first:
-            with contextlib.suppress(LinkError):
-                stream.send([SCHEMA.encode(Bye())], timeout_s=_BYE_S)
-        if stream is not None:
-            stream.close()
-        if self._thread is None:  # never started
-            if stream is not None:
-                stream.detach()
-        elif self._thread is not threading.current_thread():
-            self._thread.join()
+            stream, dialling = self._stream, self._dialling
+        reader = None if self._thread is threading.current_thread() else self._thread
+        if stream is not None and first and self._say_bye(stream) and reader is not None:
+            # The hub hangs up. Hanging up first, with data unread, could take the Bye with it.
+            reader.join(_BYE_S)
+        for connection in (stream, dialling):
+            if connection is not None:
+                connection.close()
+        if reader is not None:
+            reader.join()
+        elif self._thread is None and stream is not None:  # never started
+            stream.detach()
+
+    def _say_bye(self, stream: Stream) -> bool:
+        with contextlib.suppress(LinkBroken):
+            return stream.send_now([SCHEMA.encode(Bye())], wait_s=_BYE_S)
+        return False
 
     # -- the reader thread ----------------------------------------------------------------------
 
@@ -297,9 +361,22 @@ class HubCarrier:
                 if self._closing.is_set():
                     return
                 stream, reader = self._redial()
+        except LinkError as error:
+            self._fail(error)
         except ManyhandsError as error:
-            if not self._closing.is_set():
-                self._sink.failed(error if isinstance(error, LinkError) else _broken(error))
+            self._fail(_broken(error))
+        except Exception as error:  # the user's `place`
+            log.exception("the reader of %s failed", self._me)
+            self._fail(LinkBroken(f"a message could not be received: {error!r}"))
+        finally:
+            with self._out:
+                self._out.notify_all()
+
+    def _fail(self, error: LinkError) -> None:
+        assert self._sink is not None
+        if not self._closing.is_set():
+            self._failure = error
+            self._sink.failed(error)
 
     def _serve(self, stream: Stream, reader: FrameReader) -> None:
         """Hand frames to the sink until this connection ends."""
@@ -323,9 +400,8 @@ class HubCarrier:
                     return
             self._num_received += 1
             self._unsaid_bytes += prefix.payload_bytes
-            if self._unsaid_bytes >= ACK_BYTES:
+            if self._unsaid_bytes >= ACK_BYTES and self._say(stream, 0):
                 self._unsaid_bytes = 0
-                self._say(stream, 0)
 
     def _next(self, reader: FrameReader) -> tuple[Prefix, bytes] | None:
         try:
@@ -352,8 +428,9 @@ class HubCarrier:
         assert self._sink is not None
         last: _Kept | None = None
         with self._out:
-            while self._kept and self._num_acked < received:
+            while self._kept and self._num_acked - self._num_before < received:
                 last = self._kept.popleft()
+                self._kept_bytes -= last.num_bytes
                 self._num_acked += 1
             self._out.notify_all()
         if last is not None:
@@ -374,7 +451,9 @@ class HubCarrier:
             back = Return(self._session, self._num_received, self._view, self._state)
             try:
                 stream, reader, welcome = self._handshake(back)
-            except (LinkBroken, WireError) as error:
+            except (LinkBroken, WireError, Refused) as error:
+                if isinstance(error, Refused) and error.code != "closing":
+                    raise
                 if time.monotonic() > give_up:
                     raise LinkBroken(
                         f"the hub was not found again within {self._settings.outage_s:g} s: {error}"
@@ -389,21 +468,32 @@ class HubCarrier:
 
     def _go_on(self, stream: Stream, welcome: Welcome) -> None:
         assert self._sink is not None
-        with self._out:
-            if welcome.resumed:
-                self._acked(welcome.received)
-            else:
-                # Another life of the hub: what was under way is lost, and a cut will say so.
-                # Words to the arbiter still hold, and saying them twice does no harm.
-                self._session = welcome.session
-                self._kept = deque(k for k in self._kept if not isinstance(k.header, Data | Credit))
-                self._num_carried, self._num_acked, self._num_received = len(self._kept), 0, 0
-                self._sink.renewed()
+        with self._turn:
+            with self._out:
+                if welcome.resumed:
+                    self._acked(welcome.received)
+                else:
+                    self._start_over(welcome)
+                self._stream = stream
                 self._out.notify_all()
-            self._stream = stream
-            for kept in list(self._kept):
+                again = list(self._kept)
+            for kept in again:
                 if not self._write(stream, kept):
                     return
+
+    def _start_over(self, welcome: Welcome) -> None:
+        """Another life of the hub: what was under way is lost, and a cut will say so.
+
+        Words to the arbiter still hold, and saying them twice does no harm; but whoever was to
+        become active now has a Gap to see first.
+        """
+        assert self._sink is not None
+        self._session = welcome.session
+        self._kept = deque(k for k in self._kept if not isinstance(k.header, Data | Credit | Ready))
+        self._kept_bytes = sum(kept.num_bytes for kept in self._kept)
+        self._num_before = self._num_acked = self._num_carried - len(self._kept)
+        self._num_received = 0
+        self._sink.renewed()
 
 
 def _broken(error: ManyhandsError) -> LinkBroken:

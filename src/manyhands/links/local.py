@@ -7,26 +7,33 @@ must find the same room from everywhere in the process. A room goes when its las
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
 
 from manyhands.core.address import LocalAddress
+from manyhands.core.errors import LinkBroken, ManyhandsError
 from manyhands.core.peers import PeerId
 from manyhands.links import arbiter
 from manyhands.links.base import LinkSettings, Place
-from manyhands.links.endpoint import Endpoint, Sink
+from manyhands.links.endpoint import Endpoint, Sink, Wrap
 from manyhands.links.messages import BeatBack, Bye, Data, Dismissal, Header, Terms
 from manyhands.links.outbox import Outbox
 from manyhands.links.room import Frame, Room
 from manyhands.wire.frames import Buffer
 
+log = logging.getLogger(__name__)
 _rooms: dict[str, _LocalRoom] = {}
 _rooms_lock = threading.Lock()
 
 
 def open_local(
-    address: LocalAddress, me: PeerId, settings: LinkSettings, place: Place | None
+    address: LocalAddress,
+    me: PeerId,
+    settings: LinkSettings,
+    place: Place | None,
+    wrap: Wrap = lambda carrier: carrier,
 ) -> Endpoint:
     """Join a room of this process, making it if need be."""
     assert address.run is not None
@@ -36,7 +43,7 @@ def open_local(
             room = _rooms[address.run] = _LocalRoom(address.run, settings.terms)
         room.num_users += 1
     carrier = LocalCarrier(room, me)
-    return Endpoint(me, room.room.terms, carrier, place).start(settings.connect_s)
+    return Endpoint(me, room.room.terms, wrap(carrier), place).start(settings.connect_s)
 
 
 class _LocalRoom:
@@ -80,6 +87,7 @@ class LocalCarrier:
     # -- Carrier --------------------------------------------------------------------------------
 
     def start(self, sink: Sink) -> None:
+        self._sink = sink
         self._outbox.resume(sink, 0)
         self._reader = threading.Thread(target=self._read, name=f"read {self.peer}", daemon=True)
         self._reader.start()
@@ -121,6 +129,19 @@ class LocalCarrier:
         self._outbox.end(Dismissal(reason))
 
     def _read(self) -> None:
+        try:
+            self._read_frames()
+        except ManyhandsError as error:
+            self._fail(error.message)
+        except Exception as error:  # the user's `place`
+            log.exception("the reader of %s failed", self.peer)
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        self._sink.failed(LinkBroken(f"a message could not be received: {why}"))
+        self._room.room.post(self.peer, Frame(Bye()))
+
+    def _read_frames(self) -> None:
         while (taken := self._outbox.take()) is not None:
             frame, sink = taken
             if isinstance(frame.header, Data):

@@ -35,6 +35,7 @@ class Membership:
         self._era = era or view.number.era
         # After a restart: who came back so far, and until when the others have time to.
         self._back: dict[int, Member] = {}
+        self._unheard: list[tuple[PeerId, Header]] = []
         self._back_until_s = now_s + terms.lease_s if collect else None
 
     @property
@@ -49,13 +50,15 @@ class Membership:
         """A newcomer."""
         self.leases.heard(peer.incarnation, now_s)
         if self.collecting:
+            for namesake in self._namesakes(peer):
+                self.remove(namesake, f"another peer joined as {peer.name!r}")
             self._collect_one(peer, PeerState.WATCHING, now_s)
         else:
             self.decide(arbiter.joined(self.view, peer), f"another peer joined as {peer.name!r}")
 
     def come_back(self, peer: PeerId, state: PeerState, seen: ViewNumber, now_s: float) -> bool:
         """A peer that was in the run before; False if it is too late for that."""
-        if not self.collecting:
+        if not self.collecting or self._namesakes(peer):
             return False
         self._era = max(self._era, seen.era + 1)
         self.leases.heard(peer.incarnation, now_s)
@@ -64,6 +67,10 @@ class Membership:
 
     def word(self, peer: PeerId, word: Header) -> None:
         """A peer of the run says something to the arbiter."""
+        if self.collecting and not isinstance(word, Bye):
+            if not isinstance(word, Lost):  # a cut is coming anyway
+                self._unheard.append((peer, word))
+            return
         view = self.view
         match word:
             case Ready():
@@ -78,28 +85,27 @@ class Membership:
             case Lost():
                 self.decide(arbiter.shaken(view, [peer]))
             case Bye():
-                if self._back.pop(peer.incarnation, None):
-                    self._out(peer, "it closed its link")
-                self.decide(arbiter.removed(view, [peer]), "it closed its link")
+                self.remove(peer, "it closed its link")
             case _:
                 pass  # a frame that means nothing to an arbiter
 
     def remove(self, peer: PeerId, reason: str) -> None:
         """Exclude a peer."""
-        self.decide(arbiter.removed(self.view, [peer]), reason)
+        if self.collecting:
+            if self._back.pop(peer.incarnation, None):
+                self._out(peer, reason)
+        else:
+            self.decide(arbiter.removed(self.view, [peer]), reason)
 
     def tick(self, now_s: float) -> None:
         """Judge leases and returns; call it every `leases.tick_s`."""
         if self._back_until_s is not None and now_s >= self._back_until_s:
             self._end_collecting()
         for incarnation, reason in self.leases.expired(now_s).items():
-            gone_again = self._back.pop(incarnation, None)
-            if gone_again is not None:
-                self._out(gone_again.peer, reason)
-            elif (member := self.view.member(incarnation)) is not None:
-                self.decide(arbiter.removed(self.view, [member.peer]), reason)
-            else:
-                self.leases.forget(incarnation)
+            member = self._back.get(incarnation) or self.view.member(incarnation)
+            if member is not None:
+                self.remove(member.peer, reason)
+            self.leases.forget(incarnation)
 
     def decide(self, view: View, reason: str = "") -> None:
         """Make `view` the newest one: `reason` is what those who are not in it are told."""
@@ -114,6 +120,11 @@ class Membership:
     def _out(self, peer: PeerId, reason: str) -> None:
         self.leases.forget(peer.incarnation)
         self._drop(peer, reason)
+
+    def _namesakes(self, peer: PeerId) -> list[PeerId]:
+        """Other incarnations of this name that have come (back) so far."""
+        others = [m.peer for m in self._back.values() if m.peer != peer]
+        return [other for other in others if other.name == peer.name]
 
     def _collect_one(self, peer: PeerId, state: PeerState, now_s: float) -> None:
         self._back[peer.incarnation] = Member(peer, state, ViewNumber(self._era, 0))
@@ -131,3 +142,7 @@ class Membership:
         self._back = {}
         if members or self.view.roster:
             self.decide(arbiter.returned(self.view, self._era, members), "it did not come back")
+        unheard, self._unheard = self._unheard, []
+        for peer, word in unheard:
+            if peer in self:
+                self.word(peer, word)

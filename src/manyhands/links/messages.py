@@ -16,12 +16,18 @@ from manyhands.wire.frames import PREFIX_BYTES, Buffer, Limits, Schema, decode_p
 
 MESSAGE_BYTES = 60 << 10  # of Data.message; with the rest of the header it stays under 64 KiB
 HEADER_BYTES = 64 << 10
+MAX_BUFFERS = 4096  # of one message
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Text = Annotated[str, msgspec.Meta(max_length=1000)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Incarnation = Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
+
+
+def cost_of(message_bytes: int, buffer_bytes: int) -> int:
+    """What a message of that size is counted as."""
+    return 128 + message_bytes + buffer_bytes
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -93,8 +99,13 @@ class Data(Header, frozen=True):
     sender: Incarnation
     to: Incarnation | None
     seq: _Count
-    sizes: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=4096)]
+    sizes: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_BUFFERS)]
     message: Annotated[bytes, msgspec.Meta(max_length=MESSAGE_BYTES)]
+
+    @property
+    def cost(self) -> int:
+        """Bytes it is counted as wherever memory is bounded; a message without buffers has some."""
+        return cost_of(len(self.message), sum(self.sizes))
 
 
 class Credit(Header, frozen=True):

@@ -19,7 +19,7 @@ Via = TypeVar("Via")  # what frames leave by: a connection
 
 
 class Budget:
-    """Bytes that many outboxes hold together. Thread-safe."""
+    """Bytes that wait in many outboxes together. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -58,24 +58,25 @@ class Outbox(Generic[Via]):
         self._num_acked = 0
         self._via: Via | None = None
         self._ended = False
-        self._in_gap = False
+        self._notice: Frame | None = None  # the Gap that is the last frame, if it still waits
         self._put_bytes = self._consumed_bytes = 0
         self.num_gaps = 0
-        self._kept_bytes = 0  # payload of all frames that are kept
+        self._waiting_bytes = 0
 
     def put(self, frame: Frame, *, droppable: bool = False) -> None:
         """Add a frame; a droppable one may turn into a Gap."""
         with self._changed:
             if self._ended:
                 return
-            if droppable and self._behind(frame.num_bytes):
-                if not self._in_gap:
-                    self._in_gap = True
+            if droppable and self._behind(frame.cost):
+                # A Gap that has left, or that others follow, does not tell of this loss.
+                if self._notice is None:
                     self.num_gaps += 1
-                    self._add(Frame(Gap(1)))
+                    self._notice = Frame(Gap(1))
+                    self._add(self._notice)
                 return
-            self._in_gap = False
-            self._put_bytes += frame.num_bytes
+            self._notice = None
+            self._put_bytes += frame.cost
             self._add(frame)
 
     def put_now(self, header: Header) -> None:
@@ -97,6 +98,9 @@ class Outbox(Generic[Via]):
                 return self._now.popleft(), self._via
             frame = self._waiting.popleft()
             self._unacked.append(frame)
+            self._count(-frame.cost)
+            if frame is self._notice:
+                self._notice = None
             return frame, self._via
 
     def acked(self, num_frames: int) -> None:
@@ -104,10 +108,10 @@ class Outbox(Generic[Via]):
         with self._changed:
             while self._unacked and self._num_acked < num_frames:
                 self._num_acked += 1
-                self._keep(-self._unacked.popleft().num_bytes)
+                self._unacked.popleft()
 
     def consumed(self, num_bytes: int) -> None:
-        """The peer's reader has taken this many bytes of payload in all."""
+        """The peer's reader has taken messages of this cost in all."""
         with self._changed:
             self._consumed_bytes = max(self._consumed_bytes, num_bytes)
 
@@ -122,6 +126,7 @@ class Outbox(Generic[Via]):
                 return False
             self.acked(num_frames)
             self._waiting.extendleft(reversed(self._unacked))
+            self._count(sum(frame.cost for frame in self._unacked))
             self._unacked.clear()
             self._now.clear()
             if first is not None:
@@ -147,7 +152,7 @@ class Outbox(Generic[Via]):
             self._waiting.clear()
             self._unacked.clear()
             self._now.clear()
-            self._keep(-self._kept_bytes)
+            self._count(-self._waiting_bytes)
             if last is not None:
                 self._now.append(Frame(last))
             self._changed.notify_all()
@@ -157,9 +162,11 @@ class Outbox(Generic[Via]):
 
     def _add(self, frame: Frame) -> None:
         self._waiting.append(frame)
-        self._keep(frame.num_bytes)
+        self._count(frame.cost)
         self._changed.notify()
 
-    def _keep(self, num_bytes: int) -> None:
-        self._kept_bytes += num_bytes
+    def _count(self, num_bytes: int) -> None:
+        # Not what is sent and kept for a new connection: its receipt may be stuck behind data that
+        # waits for this very budget. It is little: peers say what they hold every few megabytes.
+        self._waiting_bytes += num_bytes
         self._budget.add(num_bytes)

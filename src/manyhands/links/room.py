@@ -39,6 +39,11 @@ class Frame:
         """Bytes of payload."""
         return 0 if self.payload is None else len(self.payload)
 
+    @property
+    def cost(self) -> int:
+        """Bytes it is counted as where memory is bounded: what links itself say is small."""
+        return self.header.cost if isinstance(self.header, Data) else 0
+
     def encode(self) -> bytes:
         """Prefix and header as bytes."""
         if self.encoded is None:

@@ -32,6 +32,7 @@ from manyhands.links.stream import Stream
 from manyhands.wire.frames import FrameReader, encode_prefix
 
 ACK_BYTES = 2 << 20  # say what has arrived at least this often
+_LAST_WORD_S = 1.0  # for telling a peer why it is out before its connection is closed
 log = logging.getLogger(__name__)
 
 
@@ -57,6 +58,7 @@ class Session:
         self._withheld = False  # we are not reading: its silence is ours
         self._stream: Stream | None = None
         self._lock = threading.Lock()
+        self._written = threading.Event()  # the last word has been said
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -88,8 +90,9 @@ class Session:
         except Truncated:
             pass  # the connection broke within a frame: the peer will send it again
         except WireError as error:
-            log.warning("%s broke the protocol: %s", self.peer, error)
-            self.room.dismiss(self.peer, f"it broke the protocol: {error}")
+            log.warning("%s broke the protocol: %s", self.peer, error.message)
+            self.room.dismiss(self.peer, f"it broke the protocol: {error.message}")
+            self._written.wait(_LAST_WORD_S)
         finally:
             stream.close()
             if self.outbox.pause(stream):
@@ -156,6 +159,7 @@ class Session:
             except (LinkBroken, LinkTimeout):
                 stream.close()  # its reader ends, and the peer may come back
             del frame, payload, taken  # let the memory go while waiting for the next one
+        self._written.set()
         self._forget(self)
         with self._lock:
             if self._stream is not None:

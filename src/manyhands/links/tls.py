@@ -68,7 +68,20 @@ def client_context() -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
+    context.sslsocket_class = _ClientSocket
     return context
+
+
+class _ClientSocket(ssl.SSLSocket):
+    """Closes itself where wrap_socket would lose it: when the connection is already reset."""
+
+    def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
+        """Used by wrap_socket alone: we receive by `recv_into`."""
+        try:
+            return super().recv(buflen, flags)
+        except ConnectionError:
+            self.close()
+            raise
 
 
 def check_pin(sock: ssl.SSLSocket, fingerprint: str) -> None:
@@ -85,5 +98,15 @@ def check_pin(sock: ssl.SSLSocket, fingerprint: str) -> None:
 
 
 def wrap_client(sock: socket.socket) -> ssl.SSLSocket:
-    """The TLS handshake of a peer, within the socket's time-out."""
-    return client_context().wrap_socket(sock)
+    """The TLS handshake of a peer, within the socket's time-out. Closes the socket on failure."""
+    try:
+        secured = client_context().wrap_socket(sock, do_handshake_on_connect=False)
+    except BaseException:
+        sock.close()
+        raise
+    try:
+        secured.do_handshake()
+    except BaseException:
+        secured.close()
+        raise
+    return secured

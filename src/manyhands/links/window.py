@@ -35,11 +35,10 @@ class SendWindows:
         self._fanout_seq = 0
         self._direct_seq: dict[int, int] = {}
 
-    def keep(self, peers: Iterable[int]) -> None:
-        """Forget everybody but `peers`."""
-        alive = set(peers)
-        self._out = {i: out for i, out in self._out.items() if i in alive}
-        self._direct_seq = {i: seq for i, seq in self._direct_seq.items() if i in alive}
+    def forget(self, peers: Collection[int]) -> None:
+        """These are gone for good."""
+        self._out = {i: out for i, out in self._out.items() if i not in peers}
+        self._direct_seq = {i: seq for i, seq in self._direct_seq.items() if i not in peers}
 
     def reset(self) -> None:
         """After a cut: what was under way may be lost, and nobody waits for it any more."""
@@ -89,10 +88,9 @@ class ReceiveWindows:
         taken[2] = 0
         return taken[0], taken[1]
 
-    def keep(self, peers: Iterable[int]) -> None:
-        """Forget everybody but `peers`."""
-        alive = set(peers)
-        self._taken = {i: taken for i, taken in self._taken.items() if i in alive}
+    def forget(self, peers: Collection[int]) -> None:
+        """These are gone for good."""
+        self._taken = {i: taken for i, taken in self._taken.items() if i not in peers}
 
 
 @dataclass
@@ -122,7 +120,6 @@ class StreamCheck:
         """A loss is known to everybody: each stream may go on anywhere. Doubles stay doubles."""
         self._epoch += 1
 
-    def keep(self, peers: Iterable[int]) -> None:
-        """Forget everybody but `peers`."""
-        alive = set(peers)
-        self._last = {key: seen for key, seen in self._last.items() if key[0] in alive}
+    def forget(self, peers: Collection[int]) -> None:
+        """These are gone for good; a sender whom no view has shown yet is not."""
+        self._last = {key: seen for key, seen in self._last.items() if key[0] not in peers}

@@ -27,6 +27,7 @@ from manyhands.core.errors import ManyhandsError
 from manyhands.core.peers import PeerId, View, ViewNumber
 from manyhands.links.base import Delivery, Event, Link, LinkSettings, open_link
 from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
+from manyhands.testing.faulty import Kill, open_faulty
 from manyhands.testing.processes import end_tree
 
 if TYPE_CHECKING:
@@ -70,9 +71,12 @@ class PeerProcess:
         """The process id."""
         return self._process.pid
 
-    def open(self, url: str, *, run: str, name: str, terms: Terms) -> Self:
-        """Join a run; returns when the peer is in a view."""
-        answer = self.do("open", url=url, run=run, name=name, terms=msgspec.to_builtins(terms))
+    def open(
+        self, url: str, *, run: str, name: str, terms: Terms, kill_at: int | None = None
+    ) -> Self:
+        """Join a run; returns when the peer is in a view. It dies at its `kill_at`-th message."""
+        given = msgspec.to_builtins(terms)
+        answer = self.do("open", url=url, run=run, name=name, terms=given, kill_at=kill_at)
         self.me = PeerId(name, answer["incarnation"])
         return self
 
@@ -162,9 +166,12 @@ class _Script:
 
     def _open(self, given: Json) -> Json:
         settings = LinkSettings(terms=msgspec.convert(given["terms"], Terms))
-        self._link = open_link(
-            given["url"], run=given["run"], name=given["name"], settings=settings
-        )
+        url, run, name = given["url"], given["run"], given["name"]
+        if given["kill_at"] is not None:
+            script = [Kill(given["kill_at"])]
+            self._link = open_faulty(url, script, run=run, name=name, settings=settings)
+        else:
+            self._link = open_link(url, run=run, name=name, settings=settings)
         threading.Thread(target=self._sample, daemon=True).start()
         return {"incarnation": self._link.me.incarnation}
 

@@ -78,7 +78,7 @@ class AmqpCarrier:
             target=self._keep_house, name=f"house {me}", daemon=True
         )
         self._lock = threading.Lock()  # guards what follows
-        self._first_view: NewView | None = None
+        self._early_view: NewView | None = None  # the newest, while nobody listens
         self._joined = threading.Event()
         self._view = View(NO_VIEW, ())
         self._wants = PeerState.WATCHING
@@ -125,11 +125,13 @@ class AmqpCarrier:
         return self.terms
 
     def start(self, sink: Sink) -> None:
-        self._sink = sink
+        with self._lock:
+            self._sink = sink
+            view = self._early_view
         self.sink_set.set()
-        assert self._first_view is not None
-        self.inbox.make_bindings(self._first_view.view)
-        sink.handle(self._first_view)
+        assert view is not None
+        self.inbox.make_bindings(self._settings.connect_s)
+        sink.handle(view)  # unless a newer one was faster
 
     # -- Carrier --------------------------------------------------------------------------------
 
@@ -221,21 +223,21 @@ class AmqpCarrier:
         with self._lock:
             if view.number <= self._view.number:
                 return
-            here = view.member(self.me.incarnation)
-            if not self._joined.is_set() and here is None:
+            if not self._joined.is_set() and view.member(self.me.incarnation) is None:
                 return  # views before ours: the arbiter has not heard us yet
             self._view = view
             if self._renewed_at is not None and view.cut > self._renewed_at:
                 self._renewed_at = None
+            if self._sink is None:
+                self._early_view = header
         if not self._joined.is_set():
-            self._first_view = header
             if header.terms is not None:
                 self.terms = header.terms
                 self.control.seat.set_terms(header.terms)
             self._joined.set()
-        else:
-            self.sink.handle(header)
-            self._housework.set()
+        if self._sink is not None:
+            self._sink.handle(header)
+        self._housework.set()
 
     def on_beat_back(self, header: BeatBack) -> None:
         """The arbiter has heard us."""

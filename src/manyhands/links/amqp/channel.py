@@ -211,10 +211,6 @@ class AmqpChannel:
         """Undo `bind`; no error if there was none."""
         self._call(frames.unbind(queue, exchange, routing_key), Method.QUEUE_UNBIND_OK, timeout_s)
 
-    def declare_fanout(self, exchange: str, *, timeout_s: float = 10.0) -> None:
-        """Have a fan-out exchange of that name, which goes with its last binding."""
-        self._call(frames.declare_fanout(exchange), Method.EXCHANGE_DECLARE_OK, timeout_s)
-
     def bind_exchange(
         self, destination: str, source: str, routing_key: str, *, timeout_s: float = 10.0
     ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.core.errors import LinkClosed, LinkError, Malformed, WireError
 from manyhands.links.amqp.channel import AmqpChannel
 from manyhands.links.amqp.line import Deaf
-from manyhands.links.amqp.login import AmqpLogin
+from manyhands.links.amqp.login import AmqpLogin, queue_exists
 from manyhands.links.amqp.names import declare_exchange, to_key
 from manyhands.links.amqp.seat import Seat
 from manyhands.links.messages import (
@@ -112,7 +112,9 @@ class Control(Deaf):
     def _setup(self, channel: Any) -> None:  # noqa: ANN401  (py-amqp has no types)
         names = self._carrier.names
         declare_exchange(channel, names)
-        declared = channel.queue_declare(
+        # The last one of a run takes the queue along; if it is there, somebody was, or still is.
+        self._found = queue_exists(channel, names.control)
+        channel.queue_declare(
             names.control,
             durable=True,
             auto_delete=False,
@@ -122,8 +124,6 @@ class Control(Deaf):
                 "x-expires": _CONTROL_EXPIRES_S * 1000,
             },
         )
-        # Somebody was here: consumers, or calls that nobody has read.
-        self._found = bool(declared.consumer_count or declared.message_count)
         channel.queue_bind(names.control, names.exchange, "control")
         channel.basic_qos(0, 1, False)
         channel.confirm_select()

@@ -54,8 +54,6 @@ class Method(IntEnum):
     CONNECTION_UNBLOCKED = 10 << 16 | 61
     CHANNEL_CLOSE = 20 << 16 | 40
     CHANNEL_CLOSE_OK = 20 << 16 | 41
-    EXCHANGE_DECLARE = 40 << 16 | 10
-    EXCHANGE_DECLARE_OK = 40 << 16 | 11
     EXCHANGE_DELETE = 40 << 16 | 20
     EXCHANGE_DELETE_OK = 40 << 16 | 21
     EXCHANGE_BIND = 40 << 16 | 30
@@ -278,13 +276,6 @@ def bind(queue: str, exchange: str, routing_key: str) -> bytes:
 def unbind(queue: str, exchange: str, routing_key: str) -> bytes:
     """queue.unbind, which always has an answer."""
     return method(Method.QUEUE_UNBIND, _binding(queue, exchange, routing_key) + _NO_TABLE)
-
-
-def declare_fanout(exchange: str) -> bytes:
-    """exchange.declare of a fan-out exchange that goes with its last binding; with an answer."""
-    auto_delete = _U8.pack(1 << 2)
-    arguments = _RESERVED + name(exchange) + name("fanout") + auto_delete + _NO_TABLE
-    return method(Method.EXCHANGE_DECLARE, arguments)
 
 
 def delete_exchange(exchange: str) -> bytes:

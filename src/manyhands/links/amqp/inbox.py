@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.core.errors import LinkClosed, LinkError, Malformed, WireError
+from manyhands.core.errors import LinkClosed, LinkError, Malformed, Refused, WireError
 from manyhands.core.peers import View
 from manyhands.links.amqp.channel import AmqpChannel
 from manyhands.links.amqp.line import Deaf
-from manyhands.links.amqp.login import AmqpLogin
+from manyhands.links.amqp.login import AmqpLogin, run_errand
 from manyhands.links.amqp.names import declare_exchange, declare_queue, from_key, to_key
 from manyhands.links.messages import (
     HEADER_BYTES,
@@ -38,7 +39,7 @@ class Inbox(Deaf):
     """The line that everything arrives by."""
 
     def __init__(self, carrier: AmqpCarrier, login: AmqpLogin) -> None:
-        self._carrier = carrier
+        self._carrier, self._login = carrier, login
         self._life = 0
         self._bound: set[int] = set()  # senders whose fan-outs reach this life's queues
         self._body: tuple[str, int, Header, Sequence[memoryview] | None] | None = None
@@ -102,14 +103,31 @@ class Inbox(Deaf):
 
     # -- bindings -------------------------------------------------------------------------------
 
-    def make_bindings(self, view: View) -> None:
+    def make_bindings(self, timeout_s: float) -> None:
         """A newcomer's: both directions, with everybody who is here."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            view = self._carrier.newest()
+            try:
+                run_errand(
+                    self._login,
+                    lambda channel, view=view: self._bind_receivers(channel, view),
+                    timeout_s=timeout_s,
+                )
+                return self.bind_senders(view)
+            except Refused as error:
+                # Somebody left in this very moment; the next view is without it.
+                if error.code != "missing" or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+    def _bind_receivers(self, channel: Any, view: View) -> None:  # noqa: ANN401
         names, me = self._carrier.names, self._carrier.me.incarnation
-        channel = self.channel()
         for other in [m.peer.incarnation for m in view.roster if m.peer.incarnation != me]:
-            channel.declare_fanout(names.fan(other))  # it may be away for the moment
-            channel.bind_exchange(names.fan(other), names.exchange, from_key(me))
-        self.bind_senders(view)
+            fan = names.fan(other)
+            # It may be away for the moment, and its exchange with it.
+            channel.exchange_declare(fan, "fanout", durable=False, auto_delete=True)
+            channel.exchange_bind(fan, names.exchange, from_key(me))
 
     def bind_senders(self, view: View) -> None:
         """Have the fan-outs of everybody in the view."""

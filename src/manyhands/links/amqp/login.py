@@ -16,7 +16,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,17 +74,60 @@ def log_in(login: AmqpLogin, setup: Setup, *, timeout_s: float, heartbeat_s: int
     """
     transport = _Transport(login, timeout_s)
     connection = _Connection(login, transport, heartbeat_s)
-    failures, refused = _FAILURES, _refused_login
     try:
-        connection.connect()
-        failures, refused = _SETUP_FAILURES, _refused_setup
-        setup(connection.channel(1))
+        _set_up(connection, setup, login, timeout_s)
         sock, transport.sock = transport.sock, None  # py-amqp must not close it any more
         return OpenSocket(sock, int(connection.frame_max), int(connection.heartbeat or 0))
-    except failures as error:
-        raise _explain(error, refused, login, timeout_s) from None
     finally:
         transport.close()
+
+
+def run_errand(login: AmqpLogin, errand: Setup, *, timeout_s: float) -> None:
+    """Log in, call `errand` with a channel, say good-bye. Raises what `log_in` raises.
+
+    For declarations that may be refused: a refusal ends the channel, and no line is lost with it.
+    """
+    transport = _Transport(login, timeout_s)
+    connection = _Connection(login, transport, heartbeat_s=0)
+    try:
+        _set_up(connection, errand, login, timeout_s)
+        with _explained(login, timeout_s, _SETUP_FAILURES, _refused_setup):
+            connection.close()
+    finally:
+        transport.close()
+
+
+def queue_exists(channel: Any, queue: str) -> bool:  # noqa: ANN401
+    """Whether there is such a queue; for use in a `Setup`."""
+    # The answer "no" ends the channel it is given on, so it is not asked on the caller's.
+    probe = channel.connection.channel()
+    try:
+        probe.queue_declare(queue, passive=True)
+    except amqp.NotFound:
+        return False
+    probe.close()
+    return True
+
+
+def _set_up(connection: _Connection, setup: Setup, login: AmqpLogin, timeout_s: float) -> None:
+    with _explained(login, timeout_s, _FAILURES, _refused_login):
+        connection.connect()
+    with _explained(login, timeout_s, _SETUP_FAILURES, _refused_setup):
+        setup(connection.channel(1))
+
+
+@contextlib.contextmanager
+def _explained(
+    login: AmqpLogin,
+    timeout_s: float,
+    failures: tuple[type[Exception], ...],
+    refused: Callable[[int, str, AmqpLogin], LinkError],
+) -> Generator[None]:
+    """Turn what py-amqp raises into errors that say what to do."""
+    try:
+        yield
+    except failures as error:
+        raise _explain(error, refused, login, timeout_s) from None
 
 
 def refusal(reply_code: int, reply_text: str, place: str) -> LinkError:

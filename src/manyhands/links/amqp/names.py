@@ -54,7 +54,9 @@ def declare_queue(channel: Any, name: str, max_bytes: int, overflow: str) -> Non
         arguments={
             # Said aloud: a broker may be set up to make quorum queues of whatever says nothing.
             "x-queue-type": "classic",
+            # Bodies only count as bytes, and a message may be all header.
             "x-max-length-bytes": max_bytes,
+            "x-max-length": max(16, max_bytes // (32 << 10)),
             "x-overflow": overflow,
         },
     )

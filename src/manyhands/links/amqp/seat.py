@@ -85,7 +85,7 @@ class Seat:
         self._last_tag = 0  # of the last view that was published
         self._unconfirmed: set[int] = set()
         self._to_ack: int | None = None
-        self._pinged_s = 0.0
+        self._pinged_s = self._fenced_s = 0.0
 
     @property
     def taken(self) -> bool:
@@ -109,9 +109,12 @@ class Seat:
             if self._members is not None:
                 return self._decide(delivery_tag, call)
             self._pending = (delivery_tag, call)
-            self._fence = secrets.randbits(60)
-            self._line.to_all(Fence(self._fence))
+            self._send_fence(time.monotonic())
         return None
+
+    def _send_fence(self, now_s: float) -> None:
+        self._fence, self._fenced_s = secrets.randbits(60), now_s
+        self._line.to_all(Fence(self._fence))
 
     def on_fence(self, token: int) -> None:
         """A Fence has come back through the inbox."""
