@@ -97,9 +97,9 @@ def test_lines():
 
 
 def test_a_terminal_shows_text_as_it_is(capsys):
-    console = Console(force_terminal=True, width=40, no_color=True)
-    show(console, problem("tls", "[red]not markup[/red] " + "long " * 12, "do [this]"))
+    console = Console(force_terminal=True, width=50, color_system=None)
+    show(console, problem("tls", "[red]no markup[/red] " + "long " * 12, "do [this]"))
     out = capsys.readouterr().out
-    assert "[red]not markup[/red]" in " ".join(out.split())
-    assert "do [this]" in out
-    assert all(len(line) <= 60 for line in out.splitlines())
+    assert "[red]no markup[/red]" in out
+    assert "→ do [this]" in out
+    assert all(len(line) <= 50 for line in out.splitlines())

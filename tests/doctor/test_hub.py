@@ -15,6 +15,7 @@ from manyhands.doctor.report import Status
 from manyhands.links.base import LinkSettings, dial, new_peer
 from manyhands.links.hub import Hub
 from manyhands.links.messages import Terms
+from manyhands.testing.proxy import Proxy
 from tests.doctor.conftest import Found
 
 SECONDS = 0.1
@@ -141,6 +142,18 @@ def test_a_hub_without_tls_where_tls_is_expected(examine):
         found = examine(nowhere(hub.address.port))
     assert found.problems == ["tls"]
     assert "--insecure" in found["tls"].remedy
+
+
+def test_a_line_that_breaks_while_it_is_measured(hub, budget):
+    with Proxy("127.0.0.1", hub.address.port) as proxy:
+        address = replace(hub.address, port=proxy.port)
+        found = []
+        for finding in examine_hub(address, seconds=SECONDS, budget=budget):
+            found.append(finding)
+            if finding.check == "terms":
+                proxy.refuse()  # those that come next are the two peers
+    assert Found(found).problems == ["join"]
+    assert {"latency", "bandwidth"} <= set(Found(found).skipped)
 
 
 def test_another_wire_version(listen):

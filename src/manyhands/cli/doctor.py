@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from manyhands.core.errors import UsageError
@@ -92,15 +92,15 @@ def _show_each(findings: Iterator[Finding]) -> Iterator[Finding]:
 def show(console: Console, finding: Finding) -> None:
     """One finding on a terminal, wrapped to its width. No text of it is taken for markup."""
     sign, style = _SIGNS[finding.status]
-    text = Text(f"{sign} {finding.check:<{_CHECK_WIDTH}}", style=style)
-    plain = "dim" if finding.status is Status.SKIPPED else ""
-    indent = _CHECK_WIDTH + 2
-    lines = Text(finding.summary, style=plain)
+    lines = Text(finding.summary, style="dim" if finding.status is Status.SKIPPED else "")
     if finding.remedy is not None:
         lines.append(f"\n→ {finding.remedy}", style="cyan")
-    wrapped = lines.wrap(console, max(20, console.width - indent))
-    for i, line in enumerate(wrapped):
-        console.print(text + line if i == 0 else Padding(line, (0, 0, 0, indent)), highlight=False)
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(width=_CHECK_WIDTH, no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_row(Text(sign, style), Text(finding.check, style), lines)
+    console.print(table, highlight=False)
 
 
 def plain_lines(finding: Finding) -> str:

@@ -28,10 +28,10 @@ from manyhands.doctor.report import (
     ADDRESS,
     Finding,
     Outcome,
+    Status,
     ok,
     problem,
     skip_all,
-    skipped,
     warning,
 )
 from manyhands.links.amqp.login import AmqpLogin, run_errand
@@ -39,8 +39,8 @@ from manyhands.links.amqp.login import AmqpLogin, run_errand
 MIN_RABBITMQ = (3, 10)
 _CHECKS = ["dns", "tcp", "tls", "credentials", "vhost", "server", "limits", "permissions", "alarm"]
 _NO_CLOCK = (
-    "AMQP carries no clock of the broker; leases count on each machine's own, so a difference "
-    "between two machines does no harm"
+    "not measured: AMQP carries no clock of the broker; leases count on each machine's own, so a "
+    "difference between two machines does no harm"
 )
 
 
@@ -74,7 +74,9 @@ def examine_broker(address: AmqpAddress, *, seconds: float, budget: Budget) -> I
         yield from skip_all(after[2:], "the broker cannot be reached")
         return
     tls = budget.call(
-        "tls", limits.TLS_S + 1, lambda s: check_certificate(address, min(s, limits.TLS_S))
+        "tls",
+        limits.TLS_S + limits.IDENTIFY_S,
+        lambda s: check_certificate(address, min(s, limits.TLS_S)),
     )
     yield from tls.findings
     if tls.value is None:
@@ -88,7 +90,11 @@ def _examine_inside(
     address: AmqpAddress, login: AmqpLogin, *, seconds: float, budget: Budget
 ) -> Iterator[Finding]:
     """What shows once the password may be said."""
-    logged_in = budget.call("credentials", limits.LOGIN_S, lambda s: check_login(login, s))
+    logged_in = budget.call(
+        "credentials",
+        limits.LOGIN_S + limits.IDENTIFY_S,
+        lambda s: check_login(login, min(s, limits.LOGIN_S)),
+    )
     yield from logged_in.findings
     if logged_in.value is None:
         yield from skip_all(["permissions", "alarm", "join", "clock offset"], "no login")
@@ -108,7 +114,7 @@ def _examine_inside(
     yield from link.findings
     if link.value is not None:
         yield describe_terms(link.value.terms, private=True)
-    yield skipped("clock offset", _NO_CLOCK)
+    yield Finding(check="clock offset", status=Status.SKIPPED, summary=_NO_CLOCK)
 
 
 def check_broker_address(address: AmqpAddress) -> tuple[Finding, ...]:

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 DNS_S = 3.0
 TCP_S = 3.0
 TLS_S = 3.0
+IDENTIFY_S = 1.0  # to see what else is on a port
 GREETING_S = 4.0
 LOGIN_S = 4.0
 RIGHTS_S = 6.0

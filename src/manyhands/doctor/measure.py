@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from manyhands.core.address import Address
 from manyhands.core.errors import LinkError, LinkTimeout, ManyhandsError
 from manyhands.core.peers import PeerId, View
-from manyhands.doctor.report import Finding, Outcome, ok, problem, warning
+from manyhands.doctor.report import Finding, Outcome, ok, problem, skip_all, warning
 from manyhands.links.base import Delivery, Link, LinkSettings, dial, new_peer
 from manyhands.links.messages import Terms
 
@@ -27,6 +27,7 @@ _PING_S = 2.0  # for all of them: a far meeting point gets fewer
 _SMALL_BYTES = 64 << 10
 _SLOW_PART_S = 0.25  # a part that takes longer is sent in small ones
 _JOIN_S = 5.0
+_STAGES = ("join", "latency", "bandwidth")
 _SAME_LINE = "both peers are on this machine, so up and down share its line"
 
 
@@ -55,8 +56,11 @@ def check_link(
     except _Failed as failed:
         error = failed.error
         remedy = error.hint or "look at the log of the meeting point for the other side of this"
-        check = f"{prefix}{failed.stage}"
-        return Outcome(findings=(problem(check, error.message, remedy, error=_kind(error)),))
+        at = _STAGES.index(failed.stage)
+        before = [ok(f"{prefix}{stage}", "it went well") for stage in _STAGES[:at]]
+        finding = problem(f"{prefix}{failed.stage}", error.message, remedy, error=_kind(error))
+        after = skip_all([f"{prefix}{stage}" for stage in _STAGES[at + 1 :]], "it comes after that")
+        return Outcome(findings=(*before, finding, *after))
     joined = ok(
         f"{prefix}join",
         f"two peers joined run {address.run} in {measured.join_s * 1000:.0f} ms",

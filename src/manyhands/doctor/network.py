@@ -7,6 +7,7 @@ import threading
 import time
 
 from manyhands.core.address import host_port
+from manyhands.doctor.limits import IDENTIFY_S
 from manyhands.doctor.report import Finding, Outcome, ok, problem, warning
 
 _PIECE = 1 << 20
@@ -69,7 +70,7 @@ def _unreachable(where: str, error: OSError, limit_s: float, runs: str) -> Findi
     return problem("tcp", summary, remedy, error=type(error).__name__)
 
 
-def identify(host: str, port: int, limit_s: float = 1.0) -> str:
+def identify(host: str, port: int, limit_s: float = IDENTIFY_S) -> str:
     """What seems to listen there, judged by its first bytes; for the text of a problem."""
     try:
         with socket.create_connection((host, port), timeout=limit_s) as sock:

@@ -37,6 +37,7 @@ from manyhands.core.errors import (
     Malformed,
     SettingsError,
     WireError,
+    WrongVersion,
 )
 from manyhands.core.peers import PEER_NAME_HINT, PeerId, is_peer_name
 from manyhands.links import arbiter
@@ -216,7 +217,13 @@ class Hub:
     def _greet(self, stream: Stream, sock: socket.socket, where: tuple[str, int]) -> None:
         """Read the Hello, find or make the session, then read until the connection ends."""
         reader = FrameReader(stream.recv_into, Limits(header_bytes=4096, payload_bytes=0))
-        first = reader.next()
+        try:
+            first = reader.next()
+        except WrongVersion as error:
+            # Told in our version, so that the other side sees that it is another one.
+            refusal = Refusal("version", error.message, error.hint or "")
+            stream.send([SCHEMA.encode(refusal)], timeout_s=1.0)
+            raise
         with self._lock:
             # From here on silence is a matter of leases.
             if self._handshakes.pop(sock, None) is None:

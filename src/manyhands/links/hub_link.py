@@ -305,7 +305,10 @@ class HubCarrier:
         with self._out:
             target, stream = self._num_carried, self._stream
         if stream is not None:
-            self._say(stream, 0, wait_s=timeout_s)
+            # A beat that waits its turn: the answer says what the hub holds.
+            beat = Beat(0, self._num_received, self._consumed)
+            with contextlib.suppress(LinkBroken, LinkTimeout):
+                stream.send([SCHEMA.encode(beat)], timeout_s=timeout_s)
         with self._out:
             self._out.wait_for(
                 lambda: self._num_acked >= target or self._is_over(),

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.core.errors import SettingsError
-from manyhands.core.peers import View
+from manyhands.core.peers import NO_VIEW, View
 from manyhands.links.tls import create_identity, fingerprint_of
 
 
@@ -55,7 +55,8 @@ class Journal:
 
     def save_view(self, run: str, view: View) -> None:
         """Remember the newest view of a run."""
-        if self._folder is not None:
+        # A run that never had an active peer has nothing that its peers could not tell again.
+        if self._folder is not None and view.cut != NO_VIEW:
             # Not synced: a crash of the machine may lose it, and the next era makes up for that.
             self._write(f"runs/{run}.json", msgspec.json.encode(view), sync=False)
 

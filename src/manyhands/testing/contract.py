@@ -886,7 +886,9 @@ class LinkContract:
     def test_a_meeting_point_that_restarts(self, meeting: Meeting) -> None:
         """Its peers come back as what they were; one cut tells that messages may be missing."""
         _need(meeting.restarts, "meeting point that can restart")
-        readers = [Reader(meeting.open(f"p{i}", terms=STEADY)) for i in range(3)]
+        # Whoever decides may have to wait for one lease before it knows that all are back.
+        terms = msgspec.structs.replace(STEADY, lease_s=8.0)
+        readers = [Reader(meeting.open(f"p{i}", terms=terms)) for i in range(3)]
         before = activate(*readers[:2])
         readers[2].until_view(lambda view: view.number >= before.number)
         together(meeting.restart)

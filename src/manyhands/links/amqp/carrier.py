@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from manyhands.core.address import AmqpAddress
-from manyhands.core.errors import LinkError, LinkTimeout
+from manyhands.core.errors import AddressError, LinkError, LinkTimeout
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View, ViewNumber
 from manyhands.links.amqp.control import Control
 from manyhands.links.amqp.inbox import Inbox
@@ -50,7 +50,12 @@ def open_amqp(
 
 def login_of(address: AmqpAddress) -> AmqpLogin:
     """How to log in at that address."""
-    context = ssl.create_default_context(cafile=address.ca_file) if address.tls else None
+    try:
+        context = ssl.create_default_context(cafile=address.ca_file) if address.tls else None
+    except OSError as error:  # ssl.SSLError is one
+        raise AddressError(
+            f"ca_file={address.ca_file} cannot be used: {error}", hint="it must be a PEM file"
+        ) from None
     return AmqpLogin(
         host=address.host,
         port=address.port,
@@ -88,7 +93,7 @@ class AmqpCarrier:
         self.inbox = Inbox(self, login)
         self.out = Out(self, login)
         self.control = Control(self, login)
-        self._lease_s = 0.0  # when our last beat came back
+        self._answered_s = 0.0  # when a call of ours was last answered
 
     def line(self, name: str, login: AmqpLogin, handler: Any, **how: Any) -> Line:  # noqa: ANN401
         """A line of this link."""
@@ -116,6 +121,7 @@ class AmqpCarrier:
         deadline = time.monotonic() + wait_s
         while not self._joined.is_set():
             self.control.call(0)
+            self._beat_lines()
             if self._failed.is_set():
                 assert self._failure is not None
                 raise self._failure
@@ -158,6 +164,9 @@ class AmqpCarrier:
     def beat(self, n: int, consumed: int) -> None:
         self.control.call(n)
         self.inbox.allow_more()
+        self._beat_lines()
+
+    def _beat_lines(self) -> None:
         for line in (self.inbox.line, self.out.line, self.control.line):
             line.beat()
 
@@ -241,8 +250,7 @@ class AmqpCarrier:
 
     def on_beat_back(self, header: BeatBack) -> None:
         """The arbiter has heard us."""
-        if header.n:
-            self._lease_s = time.monotonic()
+        self._answered_s = time.monotonic()
         if self._sink is not None:
             self._sink.handle(header)
 
@@ -276,7 +284,7 @@ class AmqpCarrier:
         tick_s = min(self.terms.grace_s, self.terms.lease_s) / 5
         while not self._closing:
             now_s = time.monotonic()
-            fresh = now_s - self._lease_s < self.terms.lease_s / 2 and not self.control.blocked
+            fresh = now_s - self._answered_s < self.terms.lease_s / 2 and not self.control.blocked
             with contextlib.suppress(LinkError):  # a line is down: it is tried again when it is up
                 self.control.seat.tick(now_s, may_judge=fresh)
             with contextlib.suppress(LinkError):

@@ -149,6 +149,11 @@ class AmqpChannel:
         )
 
     @property
+    def ended(self) -> LinkError | None:
+        """Why the connection has ended, if it has."""
+        return self._ended
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes written to the broker so far."""
         return self._stream.bytes_sent

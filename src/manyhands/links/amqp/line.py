@@ -7,6 +7,7 @@ when it is down, and hears of everything else as a `Handler` of the channel.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import threading
 import time
@@ -16,6 +17,7 @@ from manyhands.core.errors import LinkBroken, LinkError, LinkTimeout, ManyhandsE
 from manyhands.links.amqp.channel import AmqpChannel, Handler
 from manyhands.links.amqp.login import AmqpLogin, Setup
 
+log = logging.getLogger(__name__)
 _REDIAL_S = 0.1  # the first pause between two attempts; it doubles up to one second
 # What a broker that is just starting, or has not yet noticed that our last connection is dead,
 # may answer; all of it passes.
@@ -90,8 +92,10 @@ class Line:
                 self.channel = None
                 if self._closing.is_set():
                     return
+                log.info("%s: %s; dialling again", self._name, channel.ended)
                 self._down()
                 self.channel = self._redial()
+                log.info("%s: back", self._name)
         except ManyhandsError as error:
             if not self._closing.is_set():
                 broken = error if isinstance(error, LinkError) else LinkBroken(error.message)
@@ -109,7 +113,8 @@ class Line:
     def _start(self, channel: AmqpChannel) -> None:
         try:
             self._up(channel)
-        except LinkError:
+        except LinkError as error:
+            log.info("%s: %s", self._name, error.message)
             channel.abort()  # the line breaks and is dialled again
 
     def _redial(self) -> AmqpChannel:

@@ -149,6 +149,9 @@ class Seat:
         with self._lock:
             members = self._members
             if members is None:
+                # It went into an inbox that was not there yet, or has been replaced since.
+                if self._pending is not None and now_s - self._fenced_s > self._terms.beat_s:
+                    self._send_fence(now_s)
                 return None
             if not may_judge:
                 return members.leases.restart(now_s)
@@ -166,7 +169,7 @@ class Seat:
         view, now_s = self._newest(), time.monotonic()
         if view.number == NO_VIEW:
             # Nothing is known of earlier eras; they were numbered by the clock too.
-            view, collect = arbiter.first_view(int(time.time())), not self._new_run()
+            view, collect = arbiter.first_view(time.time_ns() // 1_000_000), not self._new_run()
         else:
             collect = self._unsure()
         self._members = Membership(
