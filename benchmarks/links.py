@@ -120,7 +120,7 @@ def peak_rss() -> int:
 
 
 def run_peers(url: str, size: int, pattern: str, num_bytes: int, count: int, meeting: list[int]):
-    """One turn with processes as peers; returns seconds, CPU seconds (peers, meeting point), RSS."""
+    """One turn with processes as peers: seconds, CPU seconds, memory."""
     run = f"bench-{os.urandom(4).hex()}"
     before = cpu_of(meeting)
     jobs = [

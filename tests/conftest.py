@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from manyhands.testing.broker import Broker
-from manyhands.testing.leaks import no_leaks
+pytest.register_assert_rewrite("manyhands.testing.contract")
+
+from manyhands.testing.broker import Broker  # noqa: E402
+from manyhands.testing.leaks import no_leaks  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,7 +16,7 @@ import manyhands
 
 ROOT = Path(__file__).parent.parent
 # Rooms that are about tensors, and the test kit, which needs the `testing` extra.
-MAY_LOAD_TORCH = ("manyhands.wire.tensors", "manyhands.testing")
+MAY_LOAD_TORCH = ("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer")
 
 
 def run(*command, **arguments):

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from manyhands.core.address import HubAddress
-from manyhands.core.errors import LinkBroken, LinkClosed, Refused
+from manyhands.core.errors import LinkBroken, LinkClosed, Refused, SettingsError
 from manyhands.core.peers import Member, PeerId, PeerState, View, ViewNumber
 from manyhands.links.base import Gap, LinkSettings, open_link
 from manyhands.links.hub import Hub, HubLimits
@@ -649,3 +649,19 @@ def test_an_error_in_place_ends_the_link_with_that_error(hubs, caplog):
         assert isinstance(error, LinkBroken)
         assert "no such tensor" in str(error)
     assert logged(caplog, "failed")
+
+
+def test_two_hubs_do_not_share_a_state(tmp_path):
+    with Hub("127.0.0.1:0", state=tmp_path / "s"):
+        with pytest.raises(SettingsError, match="another hub is using") as caught:
+            Hub("127.0.0.1:0", state=tmp_path / "s")
+        assert "--state" in str(caught.value)
+    Hub("127.0.0.1:0", state=tmp_path / "s").close()
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with Hub("127.0.0.1:0", insecure=True) as hub:
+        bind = f"127.0.0.1:{hub.address.port}"
+        with pytest.raises(LinkBroken, match="cannot listen"):
+            Hub(bind, state=tmp_path / "s")
+        Hub("127.0.0.1:0", state=tmp_path / "s").close()  # its state is free again

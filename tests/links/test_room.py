@@ -6,6 +6,7 @@ import pytest
 
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View, ViewNumber
 from manyhands.links import arbiter
+from manyhands.links.membership import Membership
 from manyhands.links.messages import (
     Bye,
     Credit,
@@ -290,3 +291,44 @@ class TestAfterARestart:
         one = self.back(scene, "one", 1, PeerState.WATCHING)
         assert one.views[-1].founder == one.peer
         assert one.views[-1].cut == NO_VIEW
+
+
+def test_a_peer_that_keeps_losing_messages_is_kept_out():
+    """Each of its losses is a cut for everybody: three a minute, then it may only watch."""
+    published, dropped = [], []
+    members = Membership(
+        Terms(),
+        arbiter.first_view(1),
+        0.0,
+        publish=published.append,
+        drop=lambda peer, reason: dropped.append((peer, reason)),
+    )
+    good, bad = PeerId("good", 1), PeerId("bad", 2)
+    for peer in (good, bad):
+        members.join(peer, 0.0)
+        members.word(peer, Ready())
+    cut = members.view.cut
+    for n in range(3):
+        members.word(bad, Lost(1))
+        assert members.view.cut > cut, n
+        cut = members.view.cut
+        assert bad in members
+    members.word(bad, Lost(1))
+    assert bad not in members
+    assert dropped[-1][0] == bad
+    assert "3 times in a minute" in dropped[-1][1]
+    again = PeerId("bad", 3)
+    members.join(again, 5.0)
+    members.word(again, Ready())
+    assert members.view.peers(PeerState.ACTIVE) == (good,)
+    keep_alive(members, 59.0)
+    assert members.view.peers(PeerState.ACTIVE) == (good,)
+    keep_alive(members, 61.0)
+    assert members.view.peers(PeerState.ACTIVE) == (good, again)
+
+
+def keep_alive(members, until_s):
+    for now_s in range(5, int(until_s) + 1):
+        for peer in members.view.peers():
+            members.leases.heard(peer.incarnation, float(now_s))
+        members.tick(float(now_s))

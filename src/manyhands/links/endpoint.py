@@ -179,7 +179,7 @@ class Endpoint:
                 raise LinkTimeout("message or view", timeout_s)
             if not self._inbox:
                 assert self._error is not None
-                raise self._error
+                raise self._error.with_traceback(None)
             event, about = self._inbox.popleft()
             credit = self._take(about) if isinstance(about, Data) else None
             if isinstance(about, int):
@@ -237,7 +237,7 @@ class Endpoint:
                     lambda: self._error or self._view.member(self._me.incarnation), timeout_s
                 )
                 if self._error:
-                    raise self._error
+                    raise self._error.with_traceback(None)
             if not here:
                 raise LinkTimeout("view that shows this peer", timeout_s)
         except BaseException:
@@ -308,7 +308,7 @@ class Endpoint:
 
     def _check_open(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
 
     # -- receiving ------------------------------------------------------------------------------
 

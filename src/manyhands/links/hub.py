@@ -57,6 +57,7 @@ from manyhands.links.tls import server_context
 from manyhands.wire.frames import FrameReader, Limits
 
 _SHOWN = 120  # characters of a stranger's name in a log
+_TICK_S = 0.2  # at least this often; a room with short leases asks for more
 log = logging.getLogger(__name__)
 
 
@@ -87,6 +88,7 @@ class Hub:
         limits: HubLimits | None = None,
     ) -> None:
         host, port = split_host_port(bind, HUB_PORT)
+        split_host_port(advertise or bind, HUB_PORT)  # complain before anything is opened
         if insecure and not is_loopback(host):
             raise AddressError(
                 f"an insecure hub on {host} would let anybody on the network in",
@@ -109,9 +111,14 @@ class Hub:
         self._budget = Budget(self._limits.bytes_in_flight)
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
-        self._listener = _listen(host, port)
+        shown = advertise or _reachable(host)
+        try:
+            self._listener = _listen(host, port)
+        except LinkBroken:
+            self._journal.close()
+            raise
         bound = self._listener.getsockname()[1]
-        shown_host, shown_port = split_host_port(advertise or _reachable(host), bound)
+        shown_host, shown_port = split_host_port(shown, bound)
         self.address = HubAddress(
             host=shown_host,
             port=shown_port,
@@ -158,6 +165,7 @@ class Hub:
             for thread in threads:
                 thread.join()
         self._listener.close()
+        self._journal.close()
 
     # -- connections ----------------------------------------------------------------------------
 
@@ -335,7 +343,7 @@ class Hub:
     # -- threads --------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        tick_s = 1.0
+        tick_s = _TICK_S
         while not self._closing.wait(tick_s):
             now = time.monotonic()
             with self._lock:
@@ -347,7 +355,7 @@ class Hub:
                 _shut(sock)
             for room in rooms:
                 room.tick(now)
-            tick_s = min([self._limits.handshake_s / 5, *(room.tick_s for room in rooms)])
+            tick_s = min([_TICK_S, *(room.tick_s for room in rooms)])
 
     def _spawn(self, work: Callable[[], None], name: str) -> None:
         def body() -> None:

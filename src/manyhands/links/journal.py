@@ -9,6 +9,7 @@ Files are written beside their place and renamed, readable by the owner only.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from pathlib import Path
@@ -25,8 +26,11 @@ class Journal:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._lock: int | None = None
         if folder is not None:
             (folder / "runs").mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.chmod(0o700)
+            self._lock = _lock(folder)
         key, certificate = self._read("key.pem"), self._read("cert.pem")
         if key is None or certificate is None:
             key, certificate = create_identity()
@@ -39,6 +43,12 @@ class Journal:
         self.key_pem, self.certificate_pem = key, certificate
         self.token = token.decode().strip()
         self.fingerprint = fingerprint_of(certificate)
+
+    def close(self) -> None:
+        """Let another hub have the folder. Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def view(self, run: str) -> View | None:
         """The last view of a run, if there was one."""
@@ -79,3 +89,17 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
         beside.replace(place)
+
+
+def _lock(folder: Path) -> int:
+    """Two hubs with one identity would each tell their peers another truth."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise SettingsError(
+            f"another hub is using {folder}",
+            hint="stop it, or give this one a folder of its own with --state",
+        ) from None
+    return descriptor

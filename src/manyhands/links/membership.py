@@ -14,6 +14,9 @@ from manyhands.links import arbiter
 from manyhands.links.lease import LeaseBook
 from manyhands.links.messages import Bye, Gone, Header, Leaving, Lost, Ready, Resign, Terms
 
+MAX_CUTS_A_MINUTE = 3  # that one peer may cause
+_MINUTE_S = 60.0
+
 
 class Membership:
     """`publish(view)` is called for every new view, after `drop(peer, reason)` for who is out."""
@@ -37,6 +40,12 @@ class Membership:
         self._back: dict[int, Member] = {}
         self._unheard: list[tuple[PeerId, Header]] = []
         self._back_until_s = now_s + terms.lease_s if collect else None
+        # A peer that keeps on breaking is a cut for everybody each time: by name, since it may
+        # come as another incarnation.
+        self._now_s = now_s
+        self._cuts: dict[str, list[float]] = {}
+        self._kept_out_until_s: dict[str, float] = {}
+        self._not_yet: dict[PeerId, Ready] = {}
 
     @property
     def collecting(self) -> bool:
@@ -48,6 +57,7 @@ class Membership:
 
     def join(self, peer: PeerId, now_s: float) -> None:
         """A newcomer."""
+        self._now_s = now_s
         self.leases.heard(peer.incarnation, now_s)
         if self.collecting:
             for namesake in self._namesakes(peer):
@@ -73,6 +83,8 @@ class Membership:
             return
         view = self.view
         match word:
+            case Ready() if self._kept_out_until_s.get(peer.name, 0.0) > self._now_s:
+                self._not_yet[peer] = word
             case Ready():
                 self.decide(arbiter.ready(view, peer), "the run is over")
             case Leaving():
@@ -83,7 +95,7 @@ class Membership:
                 after = arbiter.resigned(view, peer, finished=word.finished)
                 self.decide(after, f"it resigned: {word.reason}")
             case Lost():
-                self.decide(arbiter.shaken(view, [peer]))
+                self._break(peer)
             case Bye():
                 self.remove(peer, "it closed its link")
             case _:
@@ -99,6 +111,7 @@ class Membership:
 
     def tick(self, now_s: float) -> None:
         """Judge leases and returns; call it every `leases.tick_s`."""
+        self._now_s = now_s
         if self._back_until_s is not None and now_s >= self._back_until_s:
             self._end_collecting()
         for incarnation, reason in self.leases.expired(now_s).items():
@@ -106,6 +119,10 @@ class Membership:
             if member is not None:
                 self.remove(member.peer, reason)
             self.leases.forget(incarnation)
+        for peer, word in list(self._not_yet.items()):
+            if self._kept_out_until_s[peer.name] <= now_s:
+                del self._not_yet[peer]
+                self.word(peer, word)
 
     def decide(self, view: View, reason: str = "") -> None:
         """Make `view` the newest one: `reason` is what those who are not in it are told."""
@@ -120,6 +137,20 @@ class Membership:
     def _out(self, peer: PeerId, reason: str) -> None:
         self.leases.forget(peer.incarnation)
         self._drop(peer, reason)
+
+    def _break(self, peer: PeerId) -> None:
+        """Messages for this peer are lost: a cut, or the end of everybody's patience."""
+        recent = [at for at in self._cuts.get(peer.name, ()) if self._now_s - at < _MINUTE_S]
+        self._cuts[peer.name] = [*recent, self._now_s]
+        if len(recent) < MAX_CUTS_A_MINUTE:
+            self.decide(arbiter.shaken(self.view, [peer]))
+        else:
+            self._kept_out_until_s[peer.name] = self._now_s + _MINUTE_S
+            self.remove(
+                peer,
+                f"it lost messages more than {MAX_CUTS_A_MINUTE} times in a minute; "
+                "it may watch, and become active in a minute",
+            )
 
     def _namesakes(self, peer: PeerId) -> list[PeerId]:
         """Other incarnations of this name that have come (back) so far."""
