@@ -2,7 +2,7 @@
 
 A *view* is a numbered roster. Views reach every peer of a run in the same order,
 because one arbiter (the hub, or one peer elected by the broker) numbers them.
-A *cut* is a view after which messages may be missing. docs/rounds.md is the protocol.
+A *cut* is a view after which messages may be missing. docs/membership.md is the protocol.
 """
 
 from __future__ import annotations

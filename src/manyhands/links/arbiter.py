@@ -2,7 +2,7 @@
 
 The view is all the arbiter knows, so whoever has the newest view can go on in its place.
 A function returns its argument unchanged when the event changes nothing; then nothing is
-published. docs/rounds.md, sections 1, 6 and 7, is the specification.
+published. docs/membership.md is the specification.
 """
 
 from __future__ import annotations
