@@ -124,20 +124,9 @@ def run_peers(url: str, size: int, pattern: str, num_bytes: int, count: int, mee
     run = f"bench-{os.urandom(4).hex()}"
     before = cpu_of(meeting)
     jobs = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--peer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        for _ in range(size)
+        start_child("peer", url, run, rank, size, pattern, num_bytes, count) for rank in range(size)
     ]
-    for rank, job in enumerate(jobs):
-        args = [url, run, rank, size, pattern, num_bytes, count]
-        job.stdin.write(json.dumps(args).encode() + b"\n")
-        job.stdin.close()
-    said = [json.loads(job.stdout.read()) for job in jobs]
-    for job in jobs:
-        job.stdout.close()
-        if job.wait():
-            raise RuntimeError("a peer failed")
+    said = [result_of(job) for job in jobs]
     return {
         "elapsed_s": max(s["elapsed_s"] for s in said),
         "cpu_s": sum(s["cpu_s"] for s in said) + cpu_of(meeting) - before,
@@ -195,56 +184,75 @@ class Count(Deaf):
 
     def __init__(self, num_bytes: int, count: int) -> None:
         self._view, self._left = memoryview(bytearray(num_bytes)), count
-        self.done = threading.Event()
+        self.started, self.done = threading.Event(), threading.Event()
 
     def on_delivery(self, consumer_tag, delivery_tag, redelivered, header, body_bytes):
         return [self._view]
 
     def on_body(self) -> None:
         self._left -= 1
+        self.started.set()
         if not self._left:
             self.done.set()
 
 
 def run_amqp_raw(url: str, num_bytes: int, count: int, meeting: list[int]):
-    """Publisher (a fork) to broker to consumer: what the broker itself can do with two clients."""
-    login = login_of(parse_address(url))
+    """Publisher to broker to consumer: what the broker itself can do with two clients."""
     queue = f"bench.{os.urandom(4).hex()}"
-    handler = Count(num_bytes, count)
-    before = cpu_of(meeting)
-    setup = lambda ch: ch.queue_declare(queue, exclusive=False, auto_delete=True)  # noqa: E731
-    channel = AmqpChannel.open(login, handler, setup=setup)
-    reader = threading.Thread(target=channel.serve)
-    reader.start()
+    handler = Count(num_bytes, count + 1)  # the first one starts the clock
+    channel, reader = amqp_channel(
+        url, handler, lambda ch: ch.queue_declare(queue, exclusive=False, auto_delete=True)
+    )
     channel.consume(queue, "c", no_ack=True)
-    child = subprocess.Popen([sys.executable, __file__, "--publish"], stdin=subprocess.PIPE)
-    child.stdin.write(json.dumps([url, queue, num_bytes, count]).encode() + b"\n")
-    child.stdin.close()
-    cpu = time.process_time()
-    # The publisher needs time to start: the clock runs from its first message.
-    while handler._left == count:
-        time.sleep(0.0005)
-    start = time.perf_counter()
+    before = cpu_of(meeting)
+    child = start_child("publish", url, queue, num_bytes, count + 1)
+    handler.started.wait(60)
+    cpu, start = time.process_time(), time.perf_counter()
     handler.done.wait(120)
     elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
-    usage = os.wait4(child.pid, 0)[2]
-    child.returncode = 0
+    published = result_of(child)
     channel.close()
     reader.join()
     broker = cpu_of(meeting) - before
-    cpu += usage.ru_utime + usage.ru_stime + broker
+    cpu += published["cpu_s"] + broker
     return {"elapsed_s": elapsed, "cpu_s": cpu, "meeting_cpu_s": broker, "rss": peak_rss()}
 
 
-def publish(url: str, queue: str, num_bytes: int, count: int) -> None:
-    channel = AmqpChannel.open(login_of(parse_address(url)), Count(1, 0), setup=lambda ch: None)
-    reader = threading.Thread(target=channel.serve)
-    reader.start()
+def publish(url: str, queue: str, num_bytes: int, count: int):
+    channel, reader = amqp_channel(url, Count(1, 0), lambda ch: None)
     data = memoryview(os.urandom(num_bytes))
+    cpu = time.process_time()
     for _ in range(count):
         channel.publish("", queue, b"h", [data], mandatory=False)
+    cpu = time.process_time() - cpu
     channel.close()
     reader.join()
+    return {"cpu_s": cpu}
+
+
+def amqp_channel(url: str, handler: Count, setup):
+    channel = AmqpChannel.open(login_of(parse_address(url)), handler, setup=setup)
+    reader = threading.Thread(target=channel.serve)
+    reader.start()
+    return channel, reader
+
+
+def start_child(call: str, *args) -> subprocess.Popen:
+    """A process that calls the function of that name; its result is read by `result_of`."""
+    child = subprocess.Popen(
+        [sys.executable, __file__, "--call", call], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    child.stdin.write(json.dumps(args).encode() + b"\n")
+    child.stdin.close()
+    return child
+
+
+def result_of(child: subprocess.Popen):
+    said = child.stdout.read()
+    child.stdout.close()
+    if child.wait():
+        raise RuntimeError(f"a process of the benchmark failed with {child.returncode}")
+    return json.loads(said)
 
 
 def cpu_of(pids: list[int]) -> float:
@@ -283,11 +291,12 @@ def turn(cell, urls: dict[str, str], meeting: dict[str, list[int]], quick: bool)
     link, size, pattern, num_bytes = cell
     count = count_for(link, pattern, size, num_bytes, quick)
     if link == "socket":
-        result = run_socket(num_bytes, count)
+        result = result_of(start_child("run_socket", num_bytes, count))
     elif link == "amqp-raw":
-        result = run_amqp_raw(urls["amqp"], num_bytes, count, meeting["amqp"])
+        job = start_child("run_amqp_raw", urls["amqp"], num_bytes, count, meeting["amqp"])
+        result = result_of(job)
     elif link == "local":
-        result = run_local(size, pattern, num_bytes, count)
+        result = result_of(start_child("run_local", size, pattern, num_bytes, count))
     else:
         result = run_peers(urls[link], size, pattern, num_bytes, count, meeting[link])
     pairs = sum(len(targets_of(r, size, pattern)) for r in range(size))
@@ -413,10 +422,10 @@ def show(rows: list[dict]) -> None:
               f"{r['peak_rss_bytes'] / 1e6:7.0f}")  # fmt: skip
 
 
+CALLS = {f.__name__: f for f in (peer, publish, run_amqp_raw, run_local, run_socket)}
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--peer"]:
-        print(json.dumps(peer(*json.loads(sys.stdin.readline()))))
-    elif sys.argv[1:] == ["--publish"]:
-        publish(*json.loads(sys.stdin.readline()))
+    if sys.argv[1:2] == ["--call"]:
+        print(json.dumps(CALLS[sys.argv[2]](*json.loads(sys.stdin.readline()))))
     else:
         main()

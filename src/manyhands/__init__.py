@@ -8,12 +8,49 @@ from typing import TYPE_CHECKING
 from manyhands._version import __version__
 
 if TYPE_CHECKING:
-    from manyhands.links.base import open_link
+    from manyhands.core.errors import ManyhandsError
+    from manyhands.core.peers import PeerId, PeerState, View
+    from manyhands.links.base import Delivery, Gap, Link, LinkSettings, open_link
+    from manyhands.links.hub import Hub
+    from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
 
-__all__ = ["__version__", "open_link"]
+__all__ = [
+    "Delivery",
+    "Gap",
+    "Gone",
+    "Hub",
+    "Leaving",
+    "Link",
+    "LinkSettings",
+    "ManyhandsError",
+    "PeerId",
+    "PeerState",
+    "Ready",
+    "Resign",
+    "Terms",
+    "View",
+    "__version__",
+    "open_link",
+]
 
 # Loaded at first use, so that `import manyhands` is fast and loads no torch.
-_LAZY = {"open_link": "manyhands.links.base"}
+_LAZY = {
+    "Delivery": "manyhands.links.base",
+    "Gap": "manyhands.links.base",
+    "Gone": "manyhands.links.messages",
+    "Hub": "manyhands.links.hub",
+    "Leaving": "manyhands.links.messages",
+    "Link": "manyhands.links.base",
+    "LinkSettings": "manyhands.links.base",
+    "ManyhandsError": "manyhands.core.errors",
+    "PeerId": "manyhands.core.peers",
+    "PeerState": "manyhands.core.peers",
+    "Ready": "manyhands.links.messages",
+    "Resign": "manyhands.links.messages",
+    "Terms": "manyhands.links.messages",
+    "View": "manyhands.core.peers",
+    "open_link": "manyhands.links.base",
+}
 
 
 def __getattr__(name: str) -> object:

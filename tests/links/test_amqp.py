@@ -245,10 +245,10 @@ class TestBroker:
 
 
 def test_secrets_stay_out_of_sight(broker, caplog):
-    broker.add_user("discreet", "s3cret-pass", ".*", ".*", ".*")
+    broker.add_user("modest", "s3cret-pass", ".*", ".*", ".*")
     caplog.set_level("DEBUG")
     with AmqpMeeting(broker) as meeting:
-        meeting.url = broker.url("discreet", "s3cret-pass")
+        meeting.url = broker.url("modest", "s3cret-pass")
         link = meeting.open("one")
         shown = repr(link) + repr(vars(link)) + repr(parse_address(meeting.url)) + caplog.text
     assert "s3cret-pass" not in shown

@@ -1,0 +1,49 @@
+"""The README is true: its program runs, its table is the stored result, its files are there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.links.hub import Hub
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_the_program_runs_through_a_hub(tmp_path):
+    (program,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    with Hub("127.0.0.1:0") as hub:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program],
+            env={**os.environ, "MANYHANDS_URL": hub.address.code()},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "who is here: ['alice#" in done.stdout
+
+
+def test_the_table_is_that_of_the_stored_result():
+    command = [sys.executable, str(ROOT / "scripts/readme_table.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "name", re.findall(r"^(src/\S+|tests|benchmarks|scripts|docs) ", TEXT, re.M)
+)
+def test_every_folder_it_names_is_there(name):
+    assert (ROOT / name).is_dir()
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", TEXT))))
+def test_every_link_leads_somewhere(link):
+    assert (ROOT / link).exists()
