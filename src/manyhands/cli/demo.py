@@ -23,17 +23,18 @@ from rich.live import Live
 from rich.table import Table
 
 from manyhands.core.errors import LinkTimeout, ManyhandsError
+from manyhands.links.base import open_link
 from manyhands.links.hub import Hub
 
 app = typer.Typer(add_completion=False)
 PART_MB = 1.048576
-_PHASE_S = 3.0
 _WAIT_S = 60.0  # for a peer to come or go; importing torch takes most of it on a slow machine
 
 
 @app.command()
 def demo(
     peers: Annotated[int, typer.Option(min=2, max=16, help="How many peers begin.")] = 4,
+    seconds: Annotated[float, typer.Option(min=0.0, help="How long each scene lasts.")] = 3.0,
     amqp: Annotated[str | None, typer.Option(help="Meet at this broker instead.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
 ) -> None:
@@ -44,9 +45,11 @@ def demo(
             url, place = hub.address.code(), "a hub in this process (TLS, token)"
         else:
             url, place = amqp, "your broker"
+            # One clear error now rather than one from each process.
+            open_link(url, run=f"demo-{os.getpid()}").close()
         show = stack.enter_context(Show(place, quiet=json_output))
         cast = stack.enter_context(Cast(url, show))
-        summary = play(cast, show, peers)
+        summary = play(cast, show, peers, seconds)
     if json_output:
         print(json.dumps(summary))
     else:
@@ -55,7 +58,7 @@ def demo(
         raise ManyhandsError(f"{summary['wrong']} tensors arrived wrong")
 
 
-def play(cast: Cast, show: Show, num_peers: int) -> dict[str, Any]:
+def play(cast: Cast, show: Show, num_peers: int, scene_s: float) -> dict[str, Any]:
     """The plot; returns what was measured."""
     first = [f"peer-{i + 1}" for i in range(num_peers)]
     for name in first:
@@ -63,20 +66,20 @@ def play(cast: Cast, show: Show, num_peers: int) -> dict[str, Any]:
     show.say(f"{num_peers} processes start (each imports torch)")
     cast.wait("all peers active", lambda: all(cast.sees(name, set(first)) for name in first))
     show.say("all of them see each other; every tensor is checked on arrival")
-    time.sleep(_PHASE_S)  # something to look at
+    time.sleep(scene_s)  # something to look at
     victim, rest = first[1], set(first) - {first[1]}
     killed_s = cast.kill(victim)
     show.say(f"{victim} is killed -9")
     cast.wait("the others going on", lambda: all(cast.sees(name, rest) for name in rest))
     noticed_s = cast.last("left", victim) - killed_s
     show.say(f"the others know after {noticed_s:.2f} s and go on")
-    time.sleep(_PHASE_S)
+    time.sleep(scene_s)
     late = f"peer-{num_peers + 1}"
     cast.enter(late)
     show.say(f"{late} joins")
     everyone = rest | {late}
     cast.wait("the newcomer active", lambda: all(cast.sees(name, everyone) for name in everyone))
-    time.sleep(_PHASE_S)
+    time.sleep(scene_s)
     return {"peers": num_peers, "killed_noticed_s": round(noticed_s, 3), **cast.leave()}
 
 
@@ -104,7 +107,7 @@ class Cast:
 
     def __init__(self, url: str, show: Show) -> None:
         # By the environment, not by argument: command lines are public.
-        self._environ = {**os.environ, "MANYHANDS_URL": url, "MANYHANDS_RUN": "demo"}
+        self._environ = {**os.environ, "MANYHANDS_URL": url, "MANYHANDS_RUN": f"demo-{os.getpid()}"}
         self._show = show
         self._changed = threading.Condition()
         self._events: list[tuple[float, str, str]] = []
@@ -161,8 +164,9 @@ class Cast:
                 for name, actor in self.actors.items():
                     if actor.process.poll() not in (None, 0) and actor.state != "killed":
                         raise ManyhandsError(f"{name} ended with code {actor.process.returncode}")
-                if not self._changed.wait(1.0) and time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise LinkTimeout(what, _WAIT_S)
+                self._changed.wait(1.0)
 
     def leave(self) -> dict[str, Any]:
         """Let everybody go home; returns the totals."""

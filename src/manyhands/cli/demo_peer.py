@@ -83,9 +83,13 @@ def receive_all(link: Link, tally: Tally) -> None:
         return  # closed by the main thread
 
 
+_line = threading.Lock()  # two threads report, and a line must stay one
+
+
 def report(**facts: object) -> None:
     """One line to whoever started this peer."""
-    print(json.dumps({"time": time.time(), **facts}), flush=True)
+    with _line:
+        print(json.dumps({"time": time.time(), **facts}), flush=True)
 
 
 def main(name: str) -> None:

@@ -130,6 +130,7 @@ class HubCarrier:
         self._num_before = 0  # of those, in earlier sessions
         self._failure: LinkError | None = None
         self._said_bye = False
+        self._resender: threading.Thread | None = None
         # Incoming, used by the reader thread only.
         self._num_received = 0
         self._unsaid_bytes = 0
@@ -337,6 +338,8 @@ class HubCarrier:
                 connection.close()
         if reader is not None:
             reader.join()
+            if self._resender is not None:
+                self._resender.join()
         elif self._thread is None and stream is not None:  # never started
             stream.detach()
 
@@ -471,18 +474,31 @@ class HubCarrier:
 
     def _go_on(self, stream: Stream, welcome: Welcome) -> None:
         assert self._sink is not None
-        with self._turn:
-            with self._out:
-                if welcome.resumed:
-                    self._acked(welcome.received)
-                else:
-                    self._start_over(welcome)
-                self._stream = stream
-                self._out.notify_all()
-                again = list(self._kept)
+        if self._resender is not None:
+            self._resender.join()  # it wrote to a connection that is closed
+        self._turn.acquire()
+        with self._out:
+            if welcome.resumed:
+                self._acked(welcome.received)
+            else:
+                self._start_over(welcome)
+            self._stream = stream
+            self._out.notify_all()
+            again = list(self._kept)
+        # Beside the reader, which must not wait for the hub to read: the hub may be waiting for it.
+        self._resender = threading.Thread(
+            target=self._resend, args=(stream, again), name=f"resend {self._me}", daemon=True
+        )
+        self._resender.start()
+
+    def _resend(self, stream: Stream, again: Sequence[_Kept]) -> None:
+        """Takes over `_turn`: nothing new leaves before what is sent again."""
+        try:
             for kept in again:
                 if not self._write(stream, kept):
                     return
+        finally:
+            self._turn.release()
 
     def _start_over(self, welcome: Welcome) -> None:
         """Another life of the hub: what was under way is lost, and a cut will say so.

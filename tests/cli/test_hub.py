@@ -1,0 +1,77 @@
+"""`manyhands hub` as a user runs it: a process, a join code, signals, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from manyhands.core.peers import View
+from manyhands.links.base import open_link
+
+
+@contextlib.contextmanager
+def hub(*options):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "manyhands", "hub", "--bind", "127.0.0.1:0", "--json", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.terminate()
+        _, errors = process.communicate(timeout=30)
+        assert "Traceback" not in errors
+
+
+def test_peers_come_in_by_the_code(tmp_path):
+    with hub("--state", str(tmp_path)) as (_, said), open_link(said["code"], run="r") as link:
+        assert isinstance(link.receive(10), View)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_same_hub_after_a_restart(tmp_path, number):
+    with hub("--state", str(tmp_path)) as (process, first):
+        process.send_signal(number)
+        assert process.wait(30) == 0
+    with hub("--state", str(tmp_path), "--bind", f"127.0.0.1:{first['port']}") as (_, second):
+        assert second["code"] == first["code"]
+
+
+def test_advertise_is_what_the_code_says(tmp_path):
+    with hub("--state", str(tmp_path), "--advertise", "hub.example.org:1234") as (_, said):
+        assert (said["host"], said["port"]) == ("hub.example.org", 1234)
+
+
+def test_the_code_is_not_in_the_log(tmp_path):
+    with hub("--state", str(tmp_path)) as (process, said):
+        open_link(said["code"], run="r").close()
+        process.terminate()
+        _, errors = process.communicate(timeout=30)
+    token = (tmp_path / "token").read_text()
+    assert "joined run 'r'" in errors
+    assert token not in errors
+    assert said["code"] not in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--bind", "0.0.0.0:0", "--insecure"], 2, ("insecure", "hint:")),
+        (["--bind", "127.0.0.1:none"], 2, ("port", "HOST:PORT")),
+        (["--run", "no spaces"], 2, ("run name", "hint:")),
+        (["--bind", "192.0.2.1:7799"], 1, ("cannot listen", "hint:")),
+    ],
+)
+def test_errors_say_what_to_do(tmp_path, options, code, words):
+    command = [sys.executable, "-m", "manyhands", "hub", "--state", str(tmp_path), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == code
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
