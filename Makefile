@@ -19,4 +19,4 @@ bench: setup
 	.venv/bin/python benchmarks/links.py --json benchmarks/results/links.json
 
 fuzz: setup
-	.venv/bin/python -m tests.wire.fuzz --inputs 1000000
+	.venv/bin/python -m tests.wire.fuzz --inputs 1000000 && .venv/bin/python -m tests.links.fuzz --inputs 1000000

@@ -85,59 +85,82 @@ class Line:
 
     def _run(self) -> None:
         try:
-            while not self._closing.is_set():
-                channel = self.channel
-                assert channel is not None
-                self._serve(channel)
-                self.channel = None
-                if self._closing.is_set():
-                    return
-                log.info("%s: %s; dialling again", self._name, channel.ended)
-                self._down()
-                self.channel = self._redial()
-                log.info("%s: back", self._name)
+            self._keep_up()
         except ManyhandsError as error:
-            if not self._closing.is_set():
-                broken = error if isinstance(error, LinkError) else LinkBroken(error.message)
-                self._failed(broken)
+            self._give_up(error if isinstance(error, LinkError) else LinkBroken(error.message))
+        except Exception as error:  # of a handler, and so perhaps of the user's `place`
+            log.exception("%s failed", self._name)
+            why = f"what arrived could not be handled: {type(error).__name__}: {error}"
+            self._give_up(LinkBroken(why))
+        finally:
+            if self.channel is not None:
+                self.channel.close()  # it came up while the line was being closed
 
-    def _serve(self, channel: AmqpChannel) -> None:
-        # `up` asks questions that only a reading thread can answer, so it runs beside it.
-        starter = threading.Thread(
-            target=self._start, args=(channel,), name=f"{self._name} up", daemon=True
-        )
-        starter.start()
-        channel.serve()
-        starter.join()
+    def _give_up(self, error: LinkError) -> None:
+        if not self._closing.is_set():
+            self._failed(error)
 
-    def _start(self, channel: AmqpChannel) -> None:
-        try:
-            self._up(channel)
-        except LinkError as error:
-            log.info("%s: %s", self._name, error.message)
-            channel.abort()  # the line breaks and is dialled again
-
-    def _redial(self) -> AmqpChannel:
-        give_up_s = time.monotonic() + self._outage_s
-        pause = _REDIAL_S
-        while True:
-            try:
-                channel = self._dial()
-            except (LinkBroken, LinkTimeout, Refused) as error:
-                if isinstance(error, Refused) and error.code not in _PASSING:
-                    raise
-                if time.monotonic() > give_up_s:
-                    raise LinkBroken(
-                        f"{self._login.place} was not found again within {self._outage_s:g} s: "
-                        f"{error.message}"
-                    ) from None
+    def _keep_up(self) -> None:
+        lost_s = time.monotonic()  # when it was last up
+        while not self._closing.is_set():
+            channel = self.channel
+            assert channel is not None
+            error = self._serve(channel)
+            self.channel = None
+            if self._closing.is_set():
+                return
+            log.info("%s: %s; dialling again", self._name, error or channel.ended)
+            self._down()
+            if error is None:
+                lost_s = time.monotonic()
             else:
-                if self._closing.is_set():
-                    channel.close()
-                return channel
-            if self._closing.wait(pause * random.uniform(0.5, 1.0)):  # noqa: S311
-                raise LinkBroken("closed while looking for the broker")
-            pause = min(1.0, 2 * pause)
+                self._bear(error, lost_s)
+                self._closing.wait(_REDIAL_S)
+            self.channel = self._redial(lost_s)
+            log.info("%s: back", self._name)
+
+    def _serve(self, channel: AmqpChannel) -> Exception | None:
+        """Read until the connection ends; returns why `up` failed, if it did."""
+        errors: list[Exception] = []
+
+        def start() -> None:
+            try:
+                self._up(channel)
+            except Exception as error:
+                errors.append(error)
+                channel.abort()
+
+        # `up` asks questions that only a reading thread can answer, so it runs beside it.
+        starter = threading.Thread(target=start, name=f"{self._name} up", daemon=True)
+        starter.start()
+        try:
+            channel.serve()
+        finally:
+            starter.join()
+        return errors[0] if errors else None
+
+    def _redial(self, lost_s: float) -> AmqpChannel:
+        pause_s = _REDIAL_S
+        while not self._closing.is_set():
+            try:
+                return self._dial()
+            except LinkError as error:
+                self._bear(error, lost_s)
+            self._closing.wait(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+            pause_s = min(1.0, 2 * pause_s)
+        raise LinkBroken("closed while looking for the broker")
+
+    def _bear(self, error: Exception, lost_s: float) -> None:
+        """Raise it, unless it may pass and there is time for that."""
+        if not isinstance(error, LinkBroken | LinkTimeout | Refused):
+            raise error
+        if isinstance(error, Refused) and error.code not in _PASSING:
+            raise error
+        if time.monotonic() > lost_s + self._outage_s:
+            raise LinkBroken(
+                f"{self._login.place} was not found again within {self._outage_s:g} s: "
+                f"{error.message}"
+            ) from None
 
 
 class Deaf:

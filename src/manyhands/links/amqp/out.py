@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import LinkClosed, LinkError, LinkTimeout, Malformed, WireError
@@ -14,6 +17,7 @@ from manyhands.links.amqp.login import AmqpLogin
 from manyhands.links.amqp.names import declare_exchange
 from manyhands.links.messages import (
     SCHEMA,
+    Data,
     Header,
     Lost,
     Missing,
@@ -24,65 +28,101 @@ if TYPE_CHECKING:
     from manyhands.links.amqp.carrier import AmqpCarrier
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """A frame on its way; `number` counts them."""
+
+    number: int
+    key: str
+    header: Header
+    buffers: Sequence[Buffer]
+
+    @property
+    def cost(self) -> int:
+        return self.header.cost if isinstance(self.header, Data) else 0
+
+
 class Out(Deaf):
-    """The line that data leaves by. Frames are kept until the broker confirms them."""
+    """The line that data leaves by. Frames are kept, in order, until the broker confirms them.
+
+    Windows bound what is on its way to peers that follow; fan-outs to watching ones have none, so
+    `publish` waits while more than `watch_bytes` (or a window, if that is more) are unconfirmed.
+    """
 
     def __init__(self, carrier: AmqpCarrier, login: AmqpLogin) -> None:
         self._carrier = carrier
-        self._changed = threading.Condition()
         self._sending = threading.Lock()  # the order of `_kept` is that of the wire
-        self._kept: dict[int, tuple[str, Header, Sequence[Buffer]]] = {}  # by tag, oldest first
-        self._waiting: list[tuple[str, Header, Sequence[Buffer]]] = []  # for the line to be up
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: deque[_Item] = deque()  # for their turn, or for the line to be up
+        self._kept: dict[int, _Item] = {}  # by tag, oldest first; all older than those waiting
+        self._held_bytes = 0  # of both
+        self._num_items = 0
         self._up = False
         self._closed = False
+        self._told_missing: dict[int, float] = {}
         self.line = carrier.line(
             "out", login, self, setup=self._setup, up=self._start, down=self._stop
         )
 
     def publish(self, key: str, header: Header, buffers: Sequence[Buffer] = ()) -> None:
-        """Send now, or when the line is up again."""
-        with self._sending:
-            self._send(key, header, buffers)
-
-    def _send(self, key: str, header: Header, buffers: Sequence[Buffer]) -> None:
-        channel = self.line.channel
-        item = (key, header, buffers)
+        """Send now, or when the line is up again. Raises Oversized if the broker's frames are."""
+        terms = self._carrier.terms
         with self._changed:
-            if not self._up or channel is None:
-                self._waiting.append(item)
+            if isinstance(header, Data):
+                limit = max(terms.window_bytes, terms.watch_bytes)
+                self._changed.wait_for(lambda: self._closed or self._held_bytes < limit)
+            if self._closed:
                 return
-        head = SCHEMA.encode(header, payload_size(buffers))
-        exchange = self._carrier.names.exchange
-        mandatory = key.startswith("to.")
-        # A LinkError here: the frame is kept, and goes out again when the line is up.
-        with contextlib.suppress(LinkError):
-            channel.publish(
-                exchange,
-                key,
-                head,
-                buffers,
-                mandatory=mandatory,
-                on_tag=lambda tag: self._keep(tag, item),
-            )
-            return
-        with self._changed:
-            if item not in self._kept.values():
+        with self._sending:
+            with self._changed:
+                self._num_items += 1
+                item = _Item(self._num_items, key, header, buffers)
                 self._waiting.append(item)
+                self._held_bytes += item.cost
+            self._write_waiting()
 
-    def _keep(self, tag: int, item: tuple[str, Header, Sequence[Buffer]]) -> None:
+    def _write_waiting(self) -> None:
+        """Write as much as the line allows. Called with `_sending` held."""
+        while True:
+            channel = self.line.channel
+            with self._changed:
+                if not self._up or channel is None or not self._waiting:
+                    return
+                item = self._waiting[0]
+            try:
+                channel.publish(
+                    self._carrier.names.exchange,
+                    item.key,
+                    SCHEMA.encode(item.header, payload_size(item.buffers)),
+                    item.buffers,
+                    mandatory=item.key.startswith("to."),
+                    on_tag=self._keep_first,
+                )
+            except LinkError:
+                return  # it is kept, or still waits; either way it goes when the line is up
+            except WireError:
+                with self._changed:
+                    self._held_bytes -= self._waiting.popleft().cost
+                raise
+
+    def _keep_first(self, tag: int) -> None:
         with self._changed:
-            self._kept[tag] = item
+            self._kept[tag] = self._waiting.popleft()
 
     def flush(self, timeout_s: float) -> None:
-        """Return when the broker has confirmed everything."""
+        """Return when the broker has confirmed everything that was published before."""
         with self._changed:
-            done = self._changed.wait_for(
-                lambda: self._closed or not (self._kept or self._waiting), timeout_s
-            )
+            last = self._num_items
+            done = self._changed.wait_for(lambda: self._closed or self._oldest() > last, timeout_s)
             if not done:
                 raise LinkTimeout("the broker's confirmation of what was sent", timeout_s)
-            if self._kept or self._waiting:
+            if self._oldest() <= last:
                 raise LinkClosed("the link was closed while messages were on their way")
+
+    def _oldest(self) -> int:
+        if self._kept:
+            return next(iter(self._kept.values())).number
+        return self._waiting[0].number if self._waiting else self._num_items + 1
 
     def close(self) -> None:
         """Wake whoever waits."""
@@ -97,12 +137,11 @@ class Out(Deaf):
     def _start(self, channel: AmqpChannel) -> None:
         with self._sending:
             with self._changed:
-                again = [*self._kept.values(), *self._waiting]
-                self._kept, self._waiting = {}, []
+                # What the broker had taken already arrives twice and is dropped by its readers.
+                self._waiting.extendleft(reversed(self._kept.values()))
+                self._kept = {}
                 self._up = True
-            # What the broker had taken already arrives twice and is dropped by its readers.
-            for item in again:
-                self._send(*item)
+            self._write_waiting()
 
     def _stop(self) -> None:
         with self._changed:
@@ -110,15 +149,20 @@ class Out(Deaf):
 
     def on_confirm(self, tag: int, multiple: bool, ok: bool) -> None:
         with self._changed:
-            tags = [t for t in self._kept if t <= tag] if multiple else [tag]
+            tags = list(takewhile(lambda t: t <= tag, self._kept)) if multiple else [tag]
             for t in tags:
-                self._kept.pop(t, None)
+                item = self._kept.pop(t, None)
+                self._held_bytes -= 0 if item is None else item.cost
             self._changed.notify_all()
         if not ok:  # a queue was over its fuse: somebody has missed something
-            self._carrier.control.call(0, Lost(self._carrier.me.incarnation))
+            self._carrier.control.say(Lost(self._carrier.me.incarnation))
 
     def on_return(self, reply_code: int, reply_text: str, routing_key: str, header: bytes) -> None:
-        self._carrier.control.call(0, Missing(int(routing_key.removeprefix("to."), 16)))
+        missing, now_s = int(routing_key.removeprefix("to."), 16), time.monotonic()
+        # A whole window may come back: once a beat is enough.
+        if now_s - self._told_missing.get(missing, 0.0) >= self._carrier.terms.beat_s:
+            self._told_missing[missing] = now_s
+            self._carrier.control.call(0, Missing(missing))
 
     def on_delivery(self, *message: object) -> Sequence[memoryview]:
         raise Malformed("a delivery on a line that only publishes")
