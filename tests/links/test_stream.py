@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import socket
+import ssl
+import struct
 import threading
 import time
 from contextlib import suppress
@@ -12,16 +16,21 @@ import pytest
 
 from manyhands.core.errors import LinkBroken, LinkTimeout
 from manyhands.links.stream import Stream
-from manyhands.links.tls import create_identity, server_context, wrap_client
+from manyhands.links.tls import client_context, create_identity, server_context, wrap_client
 from manyhands.testing.contract import together
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    return near, far
 
 
 @pytest.fixture(params=["plain", "tls"])
 def pair(request):
     """Two connected streams."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        far, _ = listener.accept()
+    near, far = tcp_pair()
     if request.param == "tls":
         context = server_context(*create_identity())
         near, far = together(
@@ -70,6 +79,77 @@ def test_both_ways_at_once_from_several_threads(pair):
         lambda: write(near, 1), lambda: write(near, 2), lambda: read(near),
         lambda: write(far, 3), lambda: write(far, 4), lambda: read(far),
     )  # fmt: skip
+
+
+def test_bulk_both_ways_arrives_unchanged_in_reads_of_any_size(pair):
+    """Reads of one byte up to several TLS records, pieces that no record size divides."""
+    blobs = [random.Random(seed).randbytes(8_000_003) for seed in (1, 2)]
+
+    def write(stream: Stream, blob: bytes) -> None:
+        sizes, at = random.Random(len(blob)), 0
+        while at < len(blob):
+            size = sizes.choice([1, 100, 16_384, 70_001, 300_000])
+            piece = blob[at : at + size]
+            stream.send([piece[:7], piece[7:]])
+            at += size
+
+    def digest(stream: Stream, count: int) -> bytes:
+        sizes, whole = random.Random(count), hashlib.sha256()
+        while count:
+            target = memoryview(bytearray(min(count, sizes.choice([1, 5, 16_384, 200_000]))))
+            got = stream.recv_into(target)
+            assert got
+            whole.update(target[:got])
+            count -= got
+        return whole.digest()
+
+    near, far = pair
+    _, _, at_far, at_near = together(
+        lambda: write(near, blobs[0]), lambda: write(far, blobs[1]),
+        lambda: digest(far, len(blobs[0])), lambda: digest(near, len(blobs[1])),
+    )  # fmt: skip
+    assert at_far == hashlib.sha256(blobs[0]).digest()
+    assert at_near == hashlib.sha256(blobs[1]).digest()
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_a_cut_within_a_tls_record_is_an_end_like_any_other(how):
+    near, far = tcp_pair()
+    context = server_context(*create_identity())
+    tls, stream = together(
+        lambda: MemoryClient(near), lambda: Stream(context.wrap_socket(far, server_side=True))
+    )
+    near.sendall(tls.sealed(b"whole"))
+    assert receive(stream, 5) == b"whole"
+    near.sendall(tls.sealed(bytes(1000))[:500])
+    if how == "reset":
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        near.close()
+    else:
+        near.shutdown(socket.SHUT_WR)  # close() would reset too: session tickets are unread
+    assert stream.recv_into(memoryview(bytearray(1000))) == 0
+    assert stream.recv_into(memoryview(bytearray(1000))) == 0
+    near.close()
+    stream.detach()
+
+
+class MemoryClient:
+    """TLS whose records a test can take apart."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = client_context().wrap_bio(self._incoming, self._outgoing)
+        while True:
+            with suppress(ssl.SSLWantReadError):
+                self._tls.do_handshake()
+                sock.sendall(self._outgoing.read())
+                return
+            sock.sendall(self._outgoing.read())
+            self._incoming.write(sock.recv(1 << 14))
+
+    def sealed(self, data: bytes) -> bytes:
+        self._tls.write(data)
+        return self._outgoing.read()
 
 
 def test_a_writer_sends_while_the_reader_waits(pair):

@@ -11,23 +11,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from manyhands._version import __version__
-from manyhands.core.address import HubAddress, host_port, is_loopback
+from manyhands.core.address import HubAddress
 from manyhands.core.errors import (
-    AddressError,
-    Excluded,
     LinkBroken,
     LinkClosed,
     LinkError,
     LinkTimeout,
-    Malformed,
     ManyhandsError,
     Refused,
     Truncated,
@@ -35,9 +30,9 @@ from manyhands.core.errors import (
 )
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View
 from manyhands.links.base import LinkSettings, Place
+from manyhands.links.dial import Dialler, check_security
 from manyhands.links.endpoint import Endpoint, Sink, Wrap
 from manyhands.links.messages import (
-    HEADER_BYTES,
     SCHEMA,
     Beat,
     BeatBack,
@@ -46,18 +41,15 @@ from manyhands.links.messages import (
     Data,
     Dismissal,
     Header,
-    Hello,
     NewView,
     Ready,
-    Refusal,
     Return,
     Terms,
     Welcome,
 )
 from manyhands.links.session import ACK_BYTES
 from manyhands.links.stream import Stream
-from manyhands.links.tls import check_pin, wrap_client
-from manyhands.wire.frames import Buffer, FrameReader, Limits, Prefix, payload_size
+from manyhands.wire.frames import Buffer, FrameReader, Prefix, payload_size
 
 log = logging.getLogger(__name__)
 _REDIAL_S = 0.1  # the first pause between two attempts; it doubles up to one second
@@ -72,27 +64,12 @@ def open_hub(
     wrap: Wrap = lambda carrier: carrier,
 ) -> Endpoint:
     """Dial the hub and join the run."""
-    _check_security(address)
+    check_security(address)
     carrier = HubCarrier(address, me, settings)
     terms = carrier.dial()
     # A restarted hub publishes its first view one lease after it began to collect returns.
     patience_s = settings.connect_s + 1.5 * terms.lease_s
     return Endpoint(me, terms, wrap(carrier), place).start(patience_s)
-
-
-def _check_security(address: HubAddress) -> None:
-    if address.insecure:
-        if not is_loopback(address.host):
-            raise AddressError(
-                f"insecure=1 is for loopback; {address.host} is not on this machine",
-                hint="use the join code that `manyhands hub` prints",
-            )
-    elif not (address.fingerprint and address.token):
-        raise AddressError(
-            f"{address} needs the hub's certificate fingerprint and token",
-            hint="use the join code that `manyhands hub` prints, or set MANYHANDS_FINGERPRINT and "
-            "MANYHANDS_TOKEN; on loopback ?insecure=1 does without",
-        )
 
 
 class _Kept(NamedTuple):
@@ -109,8 +86,9 @@ class HubCarrier:
     """Moves frames over one connection at a time."""
 
     def __init__(self, address: HubAddress, me: PeerId, settings: LinkSettings) -> None:
-        self._address, self._me, self._settings = address, me, settings
+        self._me, self._settings = me, settings
         self._terms = settings.terms
+        self._dialler = Dialler(address, me, settings.connect_s)
         self._session = b""
         self._reader: FrameReader | None = None
         self._sink: Sink | None = None
@@ -123,7 +101,6 @@ class HubCarrier:
         self._turn = threading.Lock()
         self._out = threading.Condition()
         self._stream: Stream | None = None
-        self._dialling: Stream | None = None
         self._kept: deque[_Kept] = deque()
         self._kept_bytes = 0
         self._num_carried = self._num_acked = 0  # of all sessions
@@ -140,97 +117,10 @@ class HubCarrier:
 
     def dial(self) -> Terms:
         """The first connection. Raises Refused, LinkBroken or LinkTimeout."""
-        stream, reader, welcome = self._handshake(back=None)
+        stream, reader, welcome = self._dialler.greet(self._terms, None)
         self._terms, self._session = welcome.terms, welcome.session
         self._stream, self._reader = stream, reader
         return welcome.terms
-
-    def _handshake(self, back: Return | None) -> tuple[Stream, FrameReader, Welcome]:
-        deadline = time.monotonic() + self._settings.connect_s
-        where = host_port(self._address.host, self._address.port)
-        stream: Stream | None = None
-        try:
-            sock = self._connect(where)
-            stream = self._dialling = Stream(sock)
-            if self._closing.is_set():
-                stream.close()
-            # Nothing in a handshake may outlast its deadline, whatever the far side does.
-            timer = threading.Timer(max(0.0, deadline - time.monotonic()), stream.close)
-            timer.start()
-            try:
-                return self._greet(stream, where, back)
-            finally:
-                timer.cancel()
-                timer.join()
-        except BaseException:
-            if stream is not None:
-                stream.detach()
-            raise
-
-    def _connect(self, where: str) -> socket.socket:
-        try:
-            sock = socket.create_connection(
-                (self._address.host, self._address.port), timeout=self._settings.connect_s
-            )
-        except OSError as error:
-            raise LinkBroken(
-                f"no hub at {where}: {error.strerror or error}",
-                hint="is `manyhands hub` running there, and is the port open?",
-            ) from None
-        if self._address.insecure:
-            return sock
-        try:
-            secured = wrap_client(sock)
-        except (OSError, ValueError) as error:
-            raise LinkBroken(
-                f"no TLS with {where}: {error}",
-                hint="a hub started with --insecure has no TLS; is it a manyhands hub at all?",
-            ) from None
-        try:
-            check_pin(secured, self._address.fingerprint)
-        except Refused as refusal:
-            # Tell the hub too, so that its log explains why nobody comes in. No secret is in it.
-            with contextlib.suppress(OSError):
-                secured.sendall(SCHEMA.encode(Refusal(refusal.code, refusal.message)))
-            secured.close()
-            raise
-        return secured
-
-    def _greet(
-        self, stream: Stream, where: str, back: Return | None
-    ) -> tuple[Stream, FrameReader, Welcome]:
-        assert self._address.run is not None
-        hello = Hello(
-            self._address.run, self._me, self._address.token, self._terms, __version__, back
-        )
-        stream.send([SCHEMA.encode(hello)])
-        limits = Limits(header_bytes=HEADER_BYTES, payload_bytes=self._terms.part_bytes)
-        reader = FrameReader(stream.recv_into, limits)
-        hint = "is it a manyhands hub of this release, with TLS on both sides or on neither?"
-        try:
-            first = reader.next()
-            answer = None if first is None else SCHEMA.decode(first[0].kind, first[1])
-        except WireError as error:
-            raise LinkBroken(
-                f"no hub at {where}, something else answers: {error.message}", hint=hint
-            ) from None
-        if answer is None:
-            raise LinkBroken(
-                f"the hub at {where} said nothing for {self._settings.connect_s:g} s or hung up",
-                hint=hint,
-            )
-        match answer:
-            case Welcome():
-                reader.limits = Limits(
-                    header_bytes=HEADER_BYTES, payload_bytes=answer.terms.part_bytes
-                )
-                return stream, reader, answer
-            case Refusal():
-                raise Refused(answer.code, answer.message, hint=answer.hint or None)
-            case Dismissal():
-                raise Excluded(answer.reason)
-            case _:
-                raise Malformed(f"expected Welcome, got {type(answer).__name__}")
 
     # -- Carrier --------------------------------------------------------------------------------
 
@@ -328,14 +218,14 @@ class HubCarrier:
             first, self._said_bye = not (self._said_bye or self._is_over()), True
             self._closing.set()
             self._out.notify_all()
-            stream, dialling = self._stream, self._dialling
+            stream = self._stream
         reader = None if self._thread is threading.current_thread() else self._thread
         if stream is not None and first and self._say_bye(stream) and reader is not None:
             # The hub hangs up. Hanging up first, with data unread, could take the Bye with it.
             reader.join(_BYE_S)
-        for connection in (stream, dialling):
-            if connection is not None:
-                connection.close()
+        self._dialler.stop()
+        if stream is not None:
+            stream.close()
         if reader is not None:
             reader.join()
             if self._resender is not None:
@@ -456,7 +346,7 @@ class HubCarrier:
         while True:
             back = Return(self._session, self._num_received, self._view, self._state)
             try:
-                stream, reader, welcome = self._handshake(back)
+                stream, reader, welcome = self._dialler.greet(self._terms, back)
             except (LinkBroken, WireError, Refused) as error:
                 if isinstance(error, Refused) and error.code != "closing":
                     raise

@@ -12,8 +12,9 @@ from publishers only), one is for calls and the arbiter's seat. Inboxes are excl
 their connection and whatever was in them, so a reconnect is a cut, never a resumption.
 
 Whoever joins later makes the bindings in both directions, on the arbiter's word and before its link
-is open, so nobody can miss a fan-out of a peer that it sees in a view. The watch queue drops its
-oldest messages instead of growing; sequence numbers turn that into a Gap.
+is open, so nobody can miss a fan-out of a peer that it sees in a view. Whoever's inbox was replaced
+makes those towards itself, then asks for the cut (`AmqpCarrier`). The watch queue drops its oldest
+messages instead of growing; sequence numbers turn that into a Gap.
 """
 
 from manyhands.links.amqp.carrier import login_of, open_amqp

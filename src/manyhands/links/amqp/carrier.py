@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import ssl
 import threading
 import time
@@ -10,7 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from manyhands.core.address import AmqpAddress
-from manyhands.core.errors import AddressError, LinkError, LinkTimeout
+from manyhands.core.errors import (
+    AddressError,
+    Excluded,
+    LinkBroken,
+    LinkClosed,
+    LinkError,
+    LinkTimeout,
+)
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View, ViewNumber
 from manyhands.links.amqp.control import Control
 from manyhands.links.amqp.inbox import Inbox
@@ -19,7 +27,7 @@ from manyhands.links.amqp.login import AmqpLogin
 from manyhands.links.amqp.names import Names, from_key, to_key
 from manyhands.links.amqp.out import Out
 from manyhands.links.base import LinkSettings, Place
-from manyhands.links.endpoint import Endpoint, Sink
+from manyhands.links.endpoint import Endpoint, Sink, Wrap
 from manyhands.links.messages import (
     SCHEMA,
     BeatBack,
@@ -34,9 +42,15 @@ from manyhands.links.messages import (
 )
 from manyhands.wire.frames import Buffer
 
+log = logging.getLogger(__name__)
+
 
 def open_amqp(
-    address: AmqpAddress, me: PeerId, settings: LinkSettings, place: Place | None
+    address: AmqpAddress,
+    me: PeerId,
+    settings: LinkSettings,
+    place: Place | None,
+    wrap: Wrap = lambda carrier: carrier,
 ) -> Endpoint:
     """Log in at the broker and join the run."""
     carrier = AmqpCarrier(address, me, settings)
@@ -45,7 +59,7 @@ def open_amqp(
     except BaseException:
         carrier.close()
         raise
-    return Endpoint(me, terms, carrier, place).start(settings.connect_s)
+    return Endpoint(me, terms, wrap(carrier), place).start(settings.connect_s)
 
 
 def login_of(address: AmqpAddress) -> AmqpLogin:
@@ -67,7 +81,13 @@ def login_of(address: AmqpAddress) -> AmqpLogin:
 
 
 class AmqpCarrier:
-    """Three lines to the broker, and the seat of the arbiter in case it falls to this peer."""
+    """Three lines to the broker, and the seat of the arbiter in case it falls to this peer.
+
+    An inbox that was replaced has lost messages, and for followers only a cut later than the last
+    of them makes that good. It is asked for in two steps, since views may be among what was lost:
+    1. A beat sent by now is answered: whatever view there was has come before (`_fresh_at`).
+    2. All senders in it are bound: `renewed_at` in our calls is its number, until a later cut.
+    """
 
     def __init__(self, address: AmqpAddress, me: PeerId, settings: LinkSettings) -> None:
         assert address.run is not None
@@ -76,6 +96,7 @@ class AmqpCarrier:
         self._failed = threading.Event()
         self._failure: LinkError | None = None
         self._closing = False
+        self._left = threading.Event()
         self._sink: Sink | None = None
         self.sink_set = threading.Event()
         self._housework = threading.Event()
@@ -87,13 +108,18 @@ class AmqpCarrier:
         self._joined = threading.Event()
         self._view = View(NO_VIEW, ())
         self._wants = PeerState.WATCHING
+        self._blind = False  # the inbox was replaced and no view has come since
+        self._fresh_at: int | None = None
+        self._is_fresh = False  # step 1 is done
         self._renewed_at: ViewNumber | None = None
+        self._strangers: set[int] = set()  # in the view, and have perhaps not bound themselves
         self._to_forget: list[PeerId] = []
+        self.beats = 0  # the number of the last one
+        self._answered_s = 0.0  # when a call of ours was last answered
         login = login_of(address)
         self.inbox = Inbox(self, login)
         self.out = Out(self, login)
         self.control = Control(self, login)
-        self._answered_s = 0.0  # when a call of ours was last answered
 
     def line(self, name: str, login: AmqpLogin, handler: Any, **how: Any) -> Line:  # noqa: ANN401
         """A line of this link."""
@@ -116,14 +142,14 @@ class AmqpCarrier:
         self.inbox.line.open()
         self.out.line.open()
         self._housekeeper.start()
+        self.inbox.up.wait(self._settings.connect_s)
         # With an arbiter that collects returns, the first view is a lease away.
         wait_s = self._settings.connect_s + 1.5 * self.terms.lease_s
         deadline = time.monotonic() + wait_s
         while not self._joined.is_set():
             self.control.call(0)
             self._beat_lines()
-            if self._failed.is_set():
-                assert self._failure is not None
+            if self._failure is not None:
                 raise self._failure
             if time.monotonic() > deadline:
                 raise LinkTimeout("view that shows this peer", wait_s)
@@ -138,6 +164,8 @@ class AmqpCarrier:
         assert view is not None
         self.inbox.make_bindings(self._settings.connect_s)
         sink.handle(view)  # unless a newer one was faster
+        if self._failure is not None:
+            sink.failed(self._failure)
 
     # -- Carrier --------------------------------------------------------------------------------
 
@@ -149,20 +177,23 @@ class AmqpCarrier:
             case Credit():
                 self.out.publish(to_key(header.to), header)
             case Ready():
-                self._want(PeerState.ACTIVE)  # after the switch from watch queue to inbox
+                self._want(PeerState.WATCHING, PeerState.ACTIVE)  # said after the switch
             case Leaving():
-                self._want(PeerState.LEAVING)
+                self._want(PeerState.ACTIVE, PeerState.LEAVING)
                 self.control.call(0)
             case _:
-                self.control.call(0, header)
+                self.control.say(header)
 
-    def _want(self, state: PeerState) -> None:
+    def _want(self, instead_of: PeerState, state: PeerState) -> None:
         with self._lock:
-            self._wants = state
-        self._housework.set()
+            if self._wants is instead_of:
+                self._wants = state
+        self.wake()
 
     def beat(self, n: int, consumed: int) -> None:
-        self.control.call(n)
+        with self._lock:
+            self.beats = n
+        self.control.beat(n)
         self.inbox.allow_more()
         self._beat_lines()
 
@@ -174,17 +205,31 @@ class AmqpCarrier:
         self.out.flush(timeout_s)
 
     def close(self) -> None:
-        first, self._closing = not self._closing, True
+        with self._lock:
+            first, self._closing = not self._closing, True
         self._failed.set()
-        self._housework.set()
+        self.wake()
         if first:
+            self._leave()
+        else:
+            self._left.wait()
+        self.sink_set.set()  # a reader may still wait for one
+        for line in self._lines:
+            line.close()
+        if self._housekeeper.is_alive() and self._housekeeper is not threading.current_thread():
+            self._housekeeper.join()
+
+    def _leave(self) -> None:
+        try:
             with contextlib.suppress(LinkError):
                 self.control.leave()
-        self.out.close()
-        for line in (self.out.line, self.inbox.line, self.control.line):
-            line.close()
-        if self._housekeeper.is_alive():
-            self._housekeeper.join()
+            self.out.close()
+        finally:
+            self._left.set()
+
+    @property
+    def _lines(self) -> tuple[Line, ...]:
+        return self.out.line, self.inbox.line, self.control.line
 
     @property
     def bytes_sent(self) -> int:
@@ -195,9 +240,21 @@ class AmqpCarrier:
     # -- for the lines --------------------------------------------------------------------------
 
     @property
+    def joined(self) -> bool:
+        """Whether a view has shown this peer."""
+        return self._joined.is_set()
+
+    @property
     def sink(self) -> Sink:
         """Where arrivals go, once the link is open."""
         assert self._sink is not None
+        return self._sink
+
+    def await_sink(self) -> Sink:
+        """Where arrivals go, now or when the link is open. Raises LinkClosed if it never is."""
+        self.sink_set.wait()
+        if self._sink is None:
+            raise LinkClosed("the link was closed before it was open")
         return self._sink
 
     @property
@@ -206,11 +263,17 @@ class AmqpCarrier:
         return self._wants is not PeerState.WATCHING
 
     def fail(self, error: LinkError) -> None:
-        """A line cannot be had back."""
+        """The link cannot go on. The housekeeper then gives up its lines, and with them the seat:
+        whoever has no part in the run must not decide about others."""
         self._failure = self._failure or error
         self._failed.set()
         if self._sink is not None:
             self._sink.failed(error)
+        self.wake()
+
+    def wake(self) -> None:
+        """There is something for the housekeeper."""
+        self._housework.set()
 
     def describe(self, n: int, word: Header | None) -> Call:
         """What this peer has to tell the arbiter now."""
@@ -229,12 +292,15 @@ class AmqpCarrier:
     def on_view(self, header: NewView) -> None:
         """A view has arrived in the inbox."""
         view = header.view
+        here = view.member(self.me.incarnation) is not None
         with self._lock:
             if view.number <= self._view.number:
                 return
-            if not self._joined.is_set() and view.member(self.me.incarnation) is None:
+            if not here and not self._joined.is_set():
                 return  # views before ours: the arbiter has not heard us yet
-            self._view = view
+            if self._joined.is_set():
+                self._strangers |= self._met_first_in(view)
+            self._view, self._blind = view, False
             if self._renewed_at is not None and view.cut > self._renewed_at:
                 self._renewed_at = None
             if self._sink is None:
@@ -246,11 +312,29 @@ class AmqpCarrier:
             self._joined.set()
         if self._sink is not None:
             self._sink.handle(header)
-        self._housework.set()
+        if not here:
+            self.fail(Excluded("a view without it was published"))
+        self.wake()
+
+    def _met_first_in(self, view: View) -> set[int]:
+        """Newcomers bind themselves to our inbox, but not if it has been replaced since, nor if
+        they joined in a view that we missed."""
+        known = {m.peer.incarnation for m in self._view.roster}
+        unsure = self._fresh_at is not None or self._is_fresh
+        return {
+            m.peer.incarnation
+            for m in view.roster
+            if m.peer.incarnation not in known and (unsure or m.since != view.number)
+        }
 
     def on_beat_back(self, header: BeatBack) -> None:
         """The arbiter has heard us."""
         self._answered_s = time.monotonic()
+        self.control.answered(header.n)
+        with self._lock:
+            if self._fresh_at is not None and header.n >= self._fresh_at:
+                self._fresh_at, self._is_fresh = None, True
+                self.wake()
         if self._sink is not None:
             self._sink.handle(header)
 
@@ -259,47 +343,76 @@ class AmqpCarrier:
         return self._view
 
     def unsure(self) -> bool:
-        """Whether our inbox was replaced and no cut has followed yet."""
-        return self._renewed_at is not None
+        """Whether our inbox was replaced and may have missed a view."""
+        return self._blind
 
     def renewed(self) -> None:
         """The inbox was replaced."""
         with self._lock:
-            if self._renewed_at is None:
-                self._renewed_at = self._view.number
+            self._blind = True
+            self._ask_for_a_cut()
         if self._sink is not None:
             self._sink.renewed()
-        self._housework.set()
+
+    def _ask_for_a_cut(self) -> None:
+        self._fresh_at, self._is_fresh, self._renewed_at = self.beats + 1, False, None
 
     def forget(self, peer: PeerId) -> None:
         """The arbiter's housework: what a peer that is out has left at the broker."""
         with self._lock:
             self._to_forget.append(peer)
-        self._housework.set()
+        self.wake()
 
     # -- the housekeeper ------------------------------------------------------------------------
 
     def _keep_house(self) -> None:
         """Ask the broker what needs an answer, so that no reader waits for one; tick the seat."""
-        tick_s = min(self.terms.grace_s, self.terms.lease_s) / 5
-        while not self._closing:
-            now_s = time.monotonic()
-            fresh = now_s - self._answered_s < self.terms.lease_s / 2 and not self.control.blocked
-            with contextlib.suppress(LinkError):  # a line is down: it is tried again when it is up
-                self.control.seat.tick(now_s, may_judge=fresh)
-            with contextlib.suppress(LinkError):
-                if self._sink is not None:
-                    self._tidy()
-            self._housework.wait(tick_s)
-            self._housework.clear()
+        try:
+            while not self._closing:
+                if self._failure is not None:
+                    return self.close()
+                self._do_housework(time.monotonic())
+                self._housework.wait(min(self.terms.grace_s, self.terms.lease_s) / 5)
+                self._housework.clear()
+        except Exception as error:
+            log.exception("the housekeeper of %s failed", self.me)
+            self.fail(LinkBroken(f"the link's own housework failed: {error}"))
+            self.close()
 
-    def _tidy(self) -> None:
-        self.inbox.bind_senders(self._view)
-        if self.following and not self.inbox.switched:
-            self.inbox.switch()
+    def _do_housework(self, now_s: float) -> None:
+        fresh = now_s - self._answered_s < self.terms.lease_s / 2 and not self.control.blocked
+        with contextlib.suppress(LinkError):  # a line is down: it is tried again when it is up
+            self.control.seat.tick(now_s, may_judge=fresh)
+        with contextlib.suppress(LinkError):
+            if self._sink is not None:
+                self._tidy(self._sink)
+
+    def _tidy(self, sink: Sink) -> None:
+        self._meet(sink)
+        if self.following and not self.inbox.switched and self.inbox.switch():
             self.control.call(0)
         while self._to_forget:
             peer = self._to_forget[0]
             self.inbox.channel().delete_exchange(self.names.fan(peer.incarnation))
             with self._lock:
                 self._to_forget.remove(peer)
+
+    def _meet(self, sink: Sink) -> None:
+        """Have everybody's fan-outs; what was missed until now calls for a cut."""
+        view = self._view
+        new = self.inbox.bind_senders(view)
+        with self._lock:
+            missed = bool(self._strangers & new)
+            self._strangers -= {m.peer.incarnation for m in view.roster}
+            complete = self._is_fresh and not missed
+            if missed:
+                self._ask_for_a_cut()
+            elif complete:
+                self._is_fresh = False
+                member = view.member(self.me.incarnation)
+                if member is not None and member.state is not PeerState.WATCHING:
+                    self._renewed_at = view.number
+        if missed:
+            sink.renewed()
+        elif complete:
+            self.control.call(0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import LinkClosed, LinkError, Malformed, WireError
+from manyhands.core.peers import is_peer_name
 from manyhands.links.amqp.channel import AmqpChannel
 from manyhands.links.amqp.line import Deaf
 from manyhands.links.amqp.login import AmqpLogin, queue_exists
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 
 _CONTROL_EXPIRES_S = 1800  # a run that nobody attends for this long is forgotten
+_MAX_CALLS = 10_000  # the oldest are dropped: the next beats say it all again
+_MAX_NUMBER = 1 << 62  # of eras and views: the next one must still fit the wire
+_FAREWELL_S = 1.0
+_NOT_SAID = -1
 
 
 class Control(Deaf):
@@ -37,11 +43,15 @@ class Control(Deaf):
         self._found = False
         self._delivery: tuple[int, Call | None] = (0, None)
         self.blocked = False
+        self._leaving = False
+        self._lock = threading.Lock()
+        self._words: dict[Header, int] = {}  # that wait for an answer: the beat before each
         self.line = carrier.line(
             "control", login, self, setup=self._setup, up=self._start, down=self._stop
         )
         self.seat = Seat(
             self,
+            carrier.me,
             carrier.terms,
             newest=carrier.newest,
             unsure=carrier.unsure,
@@ -49,31 +59,62 @@ class Control(Deaf):
             dropped=carrier.forget,
         )
 
-    def call(self, n: int, word: Header | None = None) -> None:
-        """Tell the arbiter. What cannot be said now is said by the next beat."""
+    def call(self, n: int, word: Header | None = None, *, timeout_s: float | None = None) -> bool:
+        """Tell the arbiter how things are; False if that was not possible.
+
+        Not while the inbox is down: a peer that hears nothing does not take part, and views that
+        answer its call would be lost.
+        """
         channel = self.line.channel
-        if channel is None or self.blocked:
-            return
+        if channel is None or self.blocked or not self._carrier.inbox.up.is_set():
+            return False
         head = SCHEMA.encode(self._carrier.describe(n, word))
-        with contextlib.suppress(LinkError):
+        try:
             channel.publish(
                 self._carrier.names.exchange,
                 "control",
                 head,
                 (),
                 mandatory=False,
-                timeout_s=self._carrier.terms.lease_s,
+                timeout_s=timeout_s or self._carrier.terms.lease_s,
             )
+        except LinkError:
+            return False
+        return True
+
+    def say(self, word: Header) -> None:
+        """Tell the arbiter what no beat repeats: it is said until a later beat is answered."""
+        with self._lock:
+            self._words[word] = self._carrier.beats
+        if not self.call(0, word):
+            with self._lock:
+                self._words[word] = _NOT_SAID
+
+    def beat(self, n: int) -> None:
+        """Say what could not be said, and call."""
+        with self._lock:
+            unsaid = [word for word, beat in self._words.items() if beat == _NOT_SAID]
+        for word in unsaid:
+            self.say(word)
+        self.call(n)
+
+    def answered(self, n: int) -> None:
+        """The arbiter has heard beat `n`, and so all words before it."""
+        with self._lock:
+            self._words = {w: beat for w, beat in self._words.items() if not -1 < beat < n}
 
     def leave(self) -> None:
         """Say good-bye; the last one of a run leaves nothing at the broker."""
         channel = self.line.channel
         if channel is None:
             return
+        self._leaving = True
+        # The good-byes of those who left before are in front of an arbiter's own: only when it
+        # has decided that one does it know whether it is the last.
+        if not self.seat.alone() and self.call(0, Bye(), timeout_s=_FAREWELL_S):
+            self.seat.await_own_end(_FAREWELL_S)
         if self.seat.alone():
-            channel.delete_queue(self._carrier.names.control, timeout_s=1.0)
-        else:
-            self.call(0, Bye())
+            channel.delete_queue(self._carrier.names.control, timeout_s=_FAREWELL_S)
 
     # -- ControlLine ----------------------------------------------------------------------------
 
@@ -93,8 +134,8 @@ class Control(Deaf):
     def to_exchange(self, exchange: str, header: Header) -> None:
         """Publish to an exchange that takes everything, by whatever key."""
         channel = self.line.channel
-        if channel is None:
-            raise LinkClosed("the control line is down")
+        if channel is None or self.blocked:
+            raise LinkClosed("the control line is down, or blocked")
         channel.publish(exchange, "", SCHEMA.encode(header), (), mandatory=False)
 
     def on_fence(self, token: int) -> None:
@@ -106,6 +147,11 @@ class Control(Deaf):
         channel = self.line.channel
         if channel is not None:
             channel.ack(delivery_tag)
+
+    def give_up(self) -> None:
+        channel = self.line.channel
+        if channel is not None:
+            channel.abort()
 
     # -- Handler --------------------------------------------------------------------------------
 
@@ -122,6 +168,7 @@ class Control(Deaf):
                 "x-queue-type": "classic",
                 "x-single-active-consumer": True,
                 "x-expires": _CONTROL_EXPIRES_S * 1000,
+                "x-max-length": _MAX_CALLS,
             },
         )
         channel.queue_bind(names.control, names.exchange, "control")
@@ -134,6 +181,8 @@ class Control(Deaf):
 
     def _stop(self) -> None:
         self.seat.lose()
+        with self._lock:  # they may have gone with the line
+            self._words = dict.fromkeys(self._words, _NOT_SAID)
 
     def on_delivery(
         self,
@@ -146,6 +195,7 @@ class Control(Deaf):
         call, _ = decode_head(header, Limits(header_bytes=HEADER_BYTES, payload_bytes=0))
         if not isinstance(call, Call) or body_bytes:
             raise Malformed(f"{type(call).__name__} in the control queue")
+        _check(call)
         self._delivery = (delivery_tag, call)
         return []
 
@@ -165,8 +215,21 @@ class Control(Deaf):
         with contextlib.suppress(LinkError):
             self.seat.on_confirm(tag, multiple=multiple)
 
+    def on_cancelled(self, consumer_tag: str) -> None:
+        if not self._leaving:
+            self.give_up()  # the last one of the run took the queue along, just as we came
+
     def on_blocked(self, reason: str) -> None:
         self.blocked = True
 
     def on_unblocked(self) -> None:
         self.blocked = False
+
+
+def _check(call: Call) -> None:
+    """Anybody with a login at the broker can have sent it, and its names go into views."""
+    name, incarnation = call.peer
+    if not is_peer_name(name) or not 0 < incarnation < 1 << 63:
+        raise Malformed("a call of a peer that nobody can be")
+    if max(*call.view, *(call.renewed_at or call.view)) >= _MAX_NUMBER:
+        raise Malformed(f"a call about view {call.view}")

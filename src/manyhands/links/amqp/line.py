@@ -126,7 +126,7 @@ class Line:
         def start() -> None:
             try:
                 self._up(channel)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  (the line's own thread raises it)
                 errors.append(error)
                 channel.abort()
 

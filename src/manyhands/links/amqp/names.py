@@ -46,6 +46,9 @@ def declare_exchange(channel: Any, names: Names) -> None:  # noqa: ANN401  (py-a
 
 def declare_queue(channel: Any, name: str, max_bytes: int, overflow: str) -> None:  # noqa: ANN401
     """A queue of this connection's own, which goes with it."""
+    # Bodies only count as bytes, and a message may be all header: where the oldest are dropped to
+    # save memory, their number is bounded too. A fuse must not blow for a window of small ones.
+    max_messages = max(16, max_bytes // (32 << 10)) if overflow == "drop-head" else 1 << 22
     channel.queue_declare(
         name,
         durable=False,
@@ -54,9 +57,8 @@ def declare_queue(channel: Any, name: str, max_bytes: int, overflow: str) -> Non
         arguments={
             # Said aloud: a broker may be set up to make quorum queues of whatever says nothing.
             "x-queue-type": "classic",
-            # Bodies only count as bytes, and a message may be all header.
             "x-max-length-bytes": max_bytes,
-            "x-max-length": max(16, max_bytes // (32 << 10)),
+            "x-max-length": max_messages,
             "x-overflow": overflow,
         },
     )

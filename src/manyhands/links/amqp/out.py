@@ -160,7 +160,9 @@ class Out(Deaf):
     def on_return(self, reply_code: int, reply_text: str, routing_key: str, header: bytes) -> None:
         missing, now_s = int(routing_key.removeprefix("to."), 16), time.monotonic()
         # A whole window may come back: once a beat is enough.
-        if now_s - self._told_missing.get(missing, 0.0) >= self._carrier.terms.beat_s:
+        recent_s = now_s - self._carrier.terms.beat_s
+        self._told_missing = {i: at for i, at in self._told_missing.items() if at > recent_s}
+        if missing not in self._told_missing:
             self._told_missing[missing] = now_s
             self._carrier.control.call(0, Missing(missing))
 

@@ -20,26 +20,31 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from manyhands.core.errors import WireError
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View
 from manyhands.links import arbiter
 from manyhands.links.membership import Membership
 from manyhands.links.messages import (
     BeatBack,
+    Bye,
     Call,
     Dismissal,
     Fence,
+    Gone,
     Header,
     Leaving,
     Lost,
     Missing,
     NewView,
     Ready,
+    Resign,
     Terms,
     decode_head,
 )
 from manyhands.wire.frames import Limits
 
 _WORDS = Limits(header_bytes=4096, payload_bytes=0)
+MAX_PEERS = 200  # a view of more, with the longest names, would not fit a header
 
 
 class ControlLine(Protocol):
@@ -57,17 +62,23 @@ class ControlLine(Protocol):
         """The event has had its effect."""
         ...
 
+    def give_up(self) -> None:
+        """Let the broker offer the seat, and the event, to the next in line."""
+        ...
+
 
 class Seat:
     """Decides events while this peer is the arbiter. Thread-safe.
 
     `newest()` is the newest view in this peer's own inbox, `unsure()` whether that inbox was
-    replaced since: then others may have been cut off too, and have one lease to come back.
+    replaced since: then there may be newer ones, others may have been cut off too, and all have
+    one lease to come back.
     """
 
     def __init__(
         self,
         line: ControlLine,
+        me: PeerId,
         terms: Terms,
         *,
         newest: Callable[[], View],
@@ -75,17 +86,18 @@ class Seat:
         new_run: Callable[[], bool],
         dropped: Callable[[PeerId], None],
     ) -> None:
-        self._line, self._terms = line, terms
+        self._line, self._me, self._terms = line, me, terms
         self._newest, self._unsure, self._new_run = newest, unsure, new_run
         self._dropped = dropped
         self._lock = threading.Lock()
         self._members: Membership | None = None
         self._fence: int | None = None
         self._pending: tuple[int, Call] | None = None
-        self._last_tag = 0  # of the last view that was published
-        self._unconfirmed: set[int] = set()
+        self._unconfirmed: set[int] = set()  # tags of views
         self._to_ack: int | None = None
         self._pinged_s = self._fenced_s = 0.0
+        self._own_end = threading.Event()
+        self._gave_way = False
 
     @property
     def taken(self) -> bool:
@@ -95,7 +107,14 @@ class Seat:
     def alone(self) -> bool:
         """Whether this peer is the arbiter of a run with nobody else in it."""
         members = self._members
-        return members is not None and len(members.view.roster) <= 1
+        if members is None or members.collecting:
+            return False
+        return all(m.peer == self._me for m in members.view.roster)
+
+    def await_own_end(self, timeout_s: float) -> None:
+        """If this peer is the arbiter, wait until it has put itself out."""
+        if self.taken:
+            self._own_end.wait(timeout_s)
 
     def set_terms(self, terms: Terms) -> None:
         """The terms of the run, once a view has told them."""
@@ -108,12 +127,24 @@ class Seat:
         with self._lock:
             if self._members is not None:
                 return self._decide(delivery_tag, call)
+            if self._knows_less_than(call):
+                self._gave_way = True
+                return self._line.give_up()
             self._pending = (delivery_tag, call)
+            # One token for all copies: an inbox may be slower than the next copy comes.
+            self._fence = secrets.randbits(60)
             self._send_fence(time.monotonic())
         return None
 
+    def _knows_less_than(self, call: Call) -> bool:
+        """A newcomer that has seen no view would decide by its own terms, without a memory of the
+        run; somebody who has seen some may be next in line. If not, it is asked again."""
+        known = self._newest().number != NO_VIEW or self._new_run() or self._gave_way
+        return not known and call.view != NO_VIEW
+
     def _send_fence(self, now_s: float) -> None:
-        self._fence, self._fenced_s = secrets.randbits(60), now_s
+        assert self._fence is not None
+        self._fenced_s = now_s
         self._line.to_all(Fence(self._fence))
 
     def on_fence(self, token: int) -> None:
@@ -181,50 +212,59 @@ class Seat:
     def _decide(self, delivery_tag: int, call: Call) -> None:
         members = self._members
         assert members is not None
-        if self._admit(members, call):
-            self._attend(members, call)
+        word, before = _word_of(call), members.view.number
+        if self._admit(members, call, word):
+            self._attend(members, call, word)
+            if call.view < before and call.peer in members and not members.collecting:
+                # It may only be on its way; but an inbox that was replaced has missed it.
+                self._line.to_peer(call.peer.incarnation, NewView(members.view, self._terms))
             self._line.to_peer(call.peer.incarnation, BeatBack(call.n))
         self._to_ack = delivery_tag
         self._settle()
 
-    def _admit(self, members: Membership, call: Call) -> bool:
+    def _admit(self, members: Membership, call: Call, word: Header | None) -> bool:
+        """Whether the peer takes part, now that it has called."""
         now_s = time.monotonic()
-        if members.collecting:
-            if call.view == NO_VIEW:
-                if call.peer not in members:
-                    members.join(call.peer, now_s)
-            else:
-                members.come_back(call.peer, call.state, call.view, now_s)
+        if call.view != NO_VIEW:
+            if members.collecting:
+                if not members.come_back(call.peer, call.state, call.view, now_s):
+                    return self._refuse(call.peer, f"another peer joined as {call.peer.name!r}")
+            elif call.peer not in members:
+                return self._refuse(call.peer, "it was away for longer than its lease")
         elif call.peer not in members:
-            if call.view != NO_VIEW:
-                reason = "it was away for longer than its lease"
-                self._line.to_peer(call.peer.incarnation, Dismissal(reason))
-                return False
+            if isinstance(word, Bye):
+                return False  # it gave up before it was in
+            if len(members.view.roster) >= MAX_PEERS:
+                return self._refuse(call.peer, f"the run is full, with {MAX_PEERS} peers")
             members.join(call.peer, now_s)
         members.leases.heard(call.peer.incarnation, now_s)
         return True
 
-    def _attend(self, members: Membership, call: Call) -> None:
+    def _refuse(self, peer: PeerId, reason: str) -> bool:
+        self._line.to_peer(peer.incarnation, Dismissal(reason))
+        return False
+
+    def _attend(self, members: Membership, call: Call, word: Header | None) -> None:
         """What the call says, beyond that its sender is alive."""
-        member = members.view.member(call.peer.incarnation)
-        if member is None:
-            return  # still collecting
+        peer = call.peer
         if call.renewed_at is not None and members.view.cut <= call.renewed_at:
-            members.word(call.peer, Lost(call.peer.incarnation))
-        if call.wants is PeerState.ACTIVE and member.state is PeerState.WATCHING:
-            members.word(call.peer, Ready())
-        if call.wants is PeerState.LEAVING and member.state is PeerState.ACTIVE:
-            members.word(call.peer, Leaving())
-        if call.word:
-            word, _ = decode_head(call.word, _WORDS)
-            if isinstance(word, Missing):
-                members.leases.closed(word.peer, time.monotonic())
-            else:
-                members.word(call.peer, word)
+            members.word(peer, Lost(peer.incarnation))
+        if call.wants is not PeerState.WATCHING and self._is(peer, PeerState.WATCHING):
+            members.word(peer, Ready())
+        if call.wants is PeerState.LEAVING and self._is(peer, PeerState.ACTIVE):
+            members.word(peer, Leaving())
+        if isinstance(word, Missing):
+            members.leases.closed(word.peer, time.monotonic())
+        elif word is not None:
+            members.word(peer, word)
+
+    def _is(self, peer: PeerId, state: PeerState) -> bool:
+        assert self._members is not None
+        member = self._members.view.member(peer.incarnation)
+        return member is not None and member.state is state
 
     def _publish(self, view: View) -> None:
-        self._last_tag = self._line.to_all(NewView(view, self._terms))
-        self._unconfirmed.add(self._last_tag)
+        self._unconfirmed.add(self._line.to_all(NewView(view, self._terms)))
 
     def _drop(self, peer: PeerId, reason: str) -> None:
         self._line.to_peer(peer.incarnation, Dismissal(reason))
@@ -234,3 +274,15 @@ class Seat:
         if self._to_ack is not None and not self._unconfirmed:
             self._line.acknowledge(self._to_ack)
             self._to_ack = None
+            if self._members is not None and self._me not in self._members:
+                self._own_end.set()
+
+
+def _word_of(call: Call) -> Header | None:
+    if not call.word:
+        return None
+    try:
+        word, _ = decode_head(call.word, _WORDS)
+    except WireError:
+        return None  # the rest of the call stands, and nobody could make more of this
+    return word if isinstance(word, Gone | Resign | Lost | Bye | Missing) else None
