@@ -10,7 +10,7 @@ import pytest
 from manyhands.core.address import HubAddress
 from manyhands.core.peers import PeerState
 from manyhands.doctor import limits
-from manyhands.doctor.hub import check_greeting, examine_hub
+from manyhands.doctor.hub import check_greeting, examine_hub, judge_offset
 from manyhands.doctor.report import Status
 from manyhands.links.base import LinkSettings, dial, new_peer
 from manyhands.links.hub import Hub
@@ -44,7 +44,8 @@ def nowhere(port, **changes):
 def test_a_hub_that_works(hub, examine):
     found = examine(hub.address)
     assert found.problems == []
-    assert found.skipped == ["clock offset"]
+    assert found.skipped == []
+    assert abs(found["clock offset"].data["offset_s"]) < 1
     assert found["tls"].data["shown"] == hub.address.fingerprint
     assert found["latency"].data["round_trip_ms"] > 0
     assert found["latency"].data["messages"] == 50
@@ -198,3 +199,13 @@ def watch(hub, run):
 
     threading.Thread(target=look).start()
     return done
+
+
+def test_clocks_that_differ():
+    assert judge_offset(100.5, 100.0, 101.0).status is Status.OK
+    slow_answer = judge_offset(103.0, 100.0, 104.0)  # it cannot tell
+    assert slow_answer.status is Status.OK
+    late = judge_offset(90.0, 100.0, 100.2)
+    assert late.status is Status.WARNING
+    assert late.data["offset_s"] == pytest.approx(-10.1)
+    assert "timedatectl" in late.remedy

@@ -7,6 +7,7 @@ import hashlib
 import secrets
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -22,7 +23,6 @@ from manyhands.doctor.report import (
     ADDRESS,
     Finding,
     Outcome,
-    Status,
     ok,
     problem,
     skip_all,
@@ -47,10 +47,7 @@ from manyhands.wire.frames import VERSION, FrameReader, Limits
 
 T = TypeVar("T")
 _AGAIN = "use the join code that this hub prints now"
-_NO_CLOCK = (
-    "not measured: the protocol carries no clock; leases count on each machine's own, so a "
-    "difference between two machines does no harm"
-)
+_CLOCK_S = 2.0  # a difference that a person would notice in two logs
 
 
 def private_run() -> str:
@@ -115,7 +112,6 @@ def _examine_inside(address: HubAddress, *, seconds: float, budget: Budget) -> I
         lambda s: check_link(inside, seconds=seconds, limit_s=s),
     )
     yield from link.findings
-    yield Finding(check="clock offset", status=Status.SKIPPED, summary=_NO_CLOCK)
 
 
 def check_hub_address(address: HubAddress) -> Finding:
@@ -198,12 +194,15 @@ _WELCOME, _OTHER_RUN, _REFUSED = "welcome", "other run", "refused"
 def check_greeting(address: HubAddress, run: str, limit_s: float) -> Outcome[str]:
     """Say Hello for that run, hear the answer, say Bye."""
     try:
+        asked_s = time.time()
         answer = greet(replace(address, run=run), limit_s)
+        answered_s = time.time()
     except (OSError, WireError) as error:
         return Outcome(findings=_no_answer(address, error, limit_s), value=_REFUSED)
     match answer:
         case Welcome():
-            return Outcome(findings=_welcomed(address, run, answer), value=_WELCOME)
+            clock = judge_offset(answer.clock_s, asked_s, answered_s)
+            return Outcome(findings=(*_welcomed(address, run, answer), clock), value=_WELCOME)
         case Refusal(code="run"):
             return Outcome(findings=_other_run(address, answer), value=_OTHER_RUN)
         case Refusal():
@@ -212,6 +211,21 @@ def check_greeting(address: HubAddress, run: str, limit_s: float) -> Outcome[str
             reason = answer.reason if isinstance(answer, Dismissal) else type(answer).__name__
             finding = problem("protocol", f"the hub answered Hello with {reason}", _AGAIN)
             return Outcome(findings=(finding,), value=_REFUSED)
+
+
+def judge_offset(hub_s: float, asked_s: float, answered_s: float) -> Finding:
+    """How far the hub's clock is ahead of ours, as far as one question can tell."""
+    offset_s = hub_s - (asked_s + answered_s) / 2
+    unsure_s = (answered_s - asked_s) / 2
+    data: dict[str, object] = {"offset_s": round(offset_s, 3), "unsure_s": round(unsure_s, 3)}
+    summary = f"the hub's clock is {offset_s:+.3f} s from ours, give or take {unsure_s:.3f} s"
+    if abs(offset_s) - unsure_s <= _CLOCK_S:
+        return ok("clock offset", summary, **data)
+    remedy = (
+        "leases count on each machine's own clock and do not mind; logs that are compared, and "
+        "certificates, do: sudo timedatectl set-ntp true"
+    )
+    return warning("clock offset", summary, remedy, **data)
 
 
 def greet(address: HubAddress, limit_s: float) -> Header:

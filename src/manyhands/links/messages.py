@@ -73,6 +73,7 @@ class Welcome(Header, frozen=True):
     release: _Text
     resumed: bool
     received: _Count = 0
+    clock_s: float = 0.0  # the hub's wall clock: for diagnosis, nothing is decided by it
 
 
 class Refusal(Header, frozen=True):

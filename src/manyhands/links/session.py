@@ -81,7 +81,9 @@ class Session:
         return True
 
     def _welcome(self, *, resumed: bool) -> Welcome:
-        return Welcome(self.room.terms, self._secret, __version__, resumed, self._num_received)
+        return Welcome(
+            self.room.terms, self._secret, __version__, resumed, self._num_received, time.time()
+        )
 
     def read(self, stream: Stream, reader: FrameReader) -> None:
         """Take the peer's frames until this connection ends."""
