@@ -94,7 +94,11 @@ class Office:
         state = member.state if member else WATCHING
         given = {"n": 1, "view": view, "state": state, "wants": state}
         given |= {"word": b"" if word is None else SCHEMA.encode(word)} | how
+        before = self.line.given_up
         self.seat.on_call(self.num_events, Call(peer, **given))
+        if self.line.given_up > before:  # nobody else is there: the event comes again
+            self.seat.lose()
+            self.seat.on_call(self.num_events, Call(peer, **given))
         if not self.seat.taken and self.line.fences:
             self.seat.on_fence(self.line.fences[-1])
         if self.confirms:
@@ -201,14 +205,17 @@ class TestTakingTheSeat:
         assert second.line.views[-1].number.n == first.line.views[-1].number.n + 1
         assert second.line.views[-1].number.era == first.line.views[-1].number.era
 
-    def test_a_newcomer_gives_way_to_those_who_have_a_memory(self):
+    def test_a_newcomer_gives_way_once(self):
+        """To one who has seen the run, or has just begun it."""
         office = Office(new_run=False)
-        office.call(B, view=ViewNumber(5, 3))
+        event = Call(B, 0, ViewNumber(5, 3), ACTIVE, ACTIVE)
+        office.seat.on_call(1, event)
         assert office.line.given_up == 1
         assert not office.line.fences
         office.seat.lose()
-        office.call(B, view=ViewNumber(5, 3))  # nobody else is there
+        office.seat.on_call(1, event)
         assert office.line.given_up == 1
+        office.seat.on_fence(office.line.fences[0])
         assert office.seat.taken
 
     @pytest.mark.parametrize("view", [None, run_of(A)])

@@ -86,6 +86,11 @@ class Link(Protocol):
         """What the peers of the run agree on."""
         ...
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes uploaded over the present connection, headers and beats included."""
+        ...
+
     def send(
         self,
         to: PeerId | None,

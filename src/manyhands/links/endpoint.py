@@ -70,6 +70,11 @@ class Carrier(Protocol):
         """Return when the meeting point holds every frame carried so far."""
         ...
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that have left for the meeting point over the present connection."""
+        ...
+
     def close(self) -> None:
         """Say good-bye if there is somebody to say it to; stop and join all threads."""
         ...
@@ -144,6 +149,10 @@ class Endpoint:
     @property
     def terms(self) -> Terms:
         return self._terms
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._carrier.bytes_sent
 
     def send(
         self,

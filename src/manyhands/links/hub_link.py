@@ -191,6 +191,11 @@ class HubCarrier:
             return stream.send_now([SCHEMA.encode(beat)], wait_s=wait_s)
         return False
 
+    @property
+    def bytes_sent(self) -> int:
+        stream = self._stream
+        return 0 if stream is None else stream.bytes_sent
+
     def flush(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         with self._out:

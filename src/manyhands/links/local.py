@@ -77,6 +77,7 @@ class LocalCarrier:
 
     def __init__(self, room: _LocalRoom, me: PeerId) -> None:
         self._room, self.peer = room, me
+        self.bytes_sent = 0
         self.heard_s = time.monotonic()
         self._outbox: Outbox[Sink] = Outbox(room.room.terms.watch_bytes)
         self._num_read = 0
@@ -96,6 +97,7 @@ class LocalCarrier:
     def carry(self, header: Header, buffers: Sequence[Buffer] = ()) -> None:
         # One copy, shared by all receivers: the sender may change its memory after `flush`.
         payload = memoryview(b"".join(buffers)) if buffers else None
+        self.bytes_sent += 0 if payload is None else len(payload)
         self._room.room.post(self.peer, Frame(header, payload))
 
     def beat(self, n: int, consumed: int) -> None:

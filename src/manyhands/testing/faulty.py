@@ -155,6 +155,10 @@ class FaultyCarrier:
         """See `Carrier`."""
         self._inner.beat(n, consumed)
 
+    @property
+    def bytes_sent(self) -> int:
+        return self._inner.bytes_sent
+
     def flush(self, timeout_s: float) -> None:
         """See `Carrier`."""
         self._inner.flush(timeout_s)

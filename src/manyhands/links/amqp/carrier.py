@@ -142,7 +142,6 @@ class AmqpCarrier:
         self.inbox.line.open()
         self.out.line.open()
         self._housekeeper.start()
-        self.inbox.up.wait(self._settings.connect_s)
         # With an arbiter that collects returns, the first view is a lease away.
         wait_s = self._settings.connect_s + 1.5 * self.terms.lease_s
         deadline = time.monotonic() + wait_s
@@ -153,7 +152,8 @@ class AmqpCarrier:
                 raise self._failure
             if time.monotonic() > deadline:
                 raise LinkTimeout("view that shows this peer", wait_s)
-            self._joined.wait(min(self.terms.beat_s, 0.5))
+            again_s = min(self.terms.beat_s, 0.5) if self.inbox.up.is_set() else 0.01
+            self._joined.wait(again_s)
         return self.terms
 
     def start(self, sink: Sink) -> None:

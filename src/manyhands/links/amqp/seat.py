@@ -127,7 +127,9 @@ class Seat:
         with self._lock:
             if self._members is not None:
                 return self._decide(delivery_tag, call)
-            if self._knows_less_than(call):
+            if not self._gave_way and self._newest().number == NO_VIEW and not self._new_run():
+                # The run was there before this newcomer, which knows neither its views nor its
+                # terms. The next in line may; if nobody is, the seat comes back.
                 self._gave_way = True
                 return self._line.give_up()
             self._pending = (delivery_tag, call)
@@ -135,12 +137,6 @@ class Seat:
             self._fence = secrets.randbits(60)
             self._send_fence(time.monotonic())
         return None
-
-    def _knows_less_than(self, call: Call) -> bool:
-        """A newcomer that has seen no view would decide by its own terms, without a memory of the
-        run; somebody who has seen some may be next in line. If not, it is asked again."""
-        known = self._newest().number != NO_VIEW or self._new_run() or self._gave_way
-        return not known and call.view != NO_VIEW
 
     def _send_fence(self, now_s: float) -> None:
         assert self._fence is not None

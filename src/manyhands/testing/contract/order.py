@@ -23,6 +23,7 @@ from manyhands.links.messages import Gone, Leaving, Ready, Resign
 if TYPE_CHECKING:
     pass
 from manyhands.testing.contract.kit import (
+    PATIENCE_S,
     STEADY,
     Meeting,
     Reader,
@@ -193,6 +194,21 @@ class MembershipContract:
             assert [len(buffer) for buffer in delivery.buffers] == [10, 4990]
         readers[0].until_message(b"end")
         assert [d.message for d in readers[0].deliveries] == [b"end"]
+
+    def test_fan_out_is_uploaded_once(self, meeting: Meeting) -> None:
+        """However many receive it."""
+        readers = [Reader(meeting.open(f"p{i}")) for i in range(6)]
+        activate(*readers)
+        sender = readers[0].link
+        sender.flush(PATIENCE_S)
+        before, size, count = sender.bytes_sent, 60_000, 10
+        for _ in range(count):
+            sender.send(None, b"to all", [os.urandom(size)])
+            for reader in readers[1:]:
+                reader.until_message(b"to all")
+        sender.flush(PATIENCE_S)
+        # Headers and beats are little beside it; a second copy would be as much again.
+        assert count * size <= sender.bytes_sent - before < 1.5 * count * size
 
     def test_two_runs_do_not_see_each_other(self, meeting: Meeting) -> None:
         """Same names, same meeting point, other run."""
