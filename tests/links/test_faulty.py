@@ -8,13 +8,12 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from manyhands.core.errors import AddressError
 from manyhands.core.peers import PeerState
 from manyhands.links.base import LinkSettings, open_link
 from manyhands.links.hub import Hub
 from manyhands.links.messages import Leaving, Ready
 from manyhands.testing.contract import PATIENT, STEADY, Reader, activate, number_of, sealed
-from manyhands.testing.faulty import Cut, Delay, Drop, Duplicate, Kill, Reorder, open_faulty
+from manyhands.testing.faulty import Cut, Delay, Drop, Duplicate, Reorder, open_faulty
 from manyhands.testing.peer import PeerProcess
 from manyhands.testing.proxy import Proxy
 
@@ -154,11 +153,6 @@ def test_a_kill_at_message_n_is_a_kill():
         assert view.cut == view.number
         assert time.monotonic() - start_s < STEADY.lease_s / 2
         assert len(one.deliveries) == 2
-
-
-def test_what_it_cannot_do_it_says():
-    with pytest.raises(AddressError, match="faulty"):
-        open_faulty("amqp://localhost/", [Kill(1)], run="run")
 
 
 def test_a_script_is_plain_values():

@@ -32,6 +32,7 @@ from manyhands.links.lease import HeldLease
 from manyhands.links.messages import (
     MAX_BUFFERS,
     MESSAGE_BYTES,
+    REASON_CHARS,
     BeatBack,
     Credit,
     Data,
@@ -204,6 +205,8 @@ class Endpoint:
             self._check_open()
             if isinstance(word, Ready):
                 word = Ready(gaps=self._gaps_seen)
+            elif isinstance(word, Resign):
+                word = Resign(word.finished, word.reason[:REASON_CHARS])
         self._carrier.carry(word)
 
     def flush(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:

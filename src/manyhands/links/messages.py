@@ -19,7 +19,8 @@ HEADER_BYTES = 64 << 10
 MAX_BUFFERS = 4096  # of one message
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_Text = Annotated[str, msgspec.Meta(max_length=1000)]
+REASON_CHARS = 1000
+_Text = Annotated[str, msgspec.Meta(max_length=REASON_CHARS)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Incarnation = Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]

@@ -17,8 +17,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from manyhands.core.address import HubAddress, LocalAddress, parse_address
-from manyhands.core.errors import AddressError, LinkError
+from manyhands.core.address import AmqpAddress, HubAddress, LocalAddress, parse_address
+from manyhands.core.errors import LinkError
+from manyhands.links.amqp import open_amqp
 from manyhands.links.base import Link, LinkSettings, Place, new_peer
 from manyhands.links.endpoint import Carrier, Sink
 from manyhands.links.hub_link import open_hub
@@ -101,8 +102,8 @@ def open_faulty(
             return open_local(address, me, settings, place, wrap)
         case HubAddress():
             return open_hub(address, me, settings, place, wrap)
-        case _:
-            raise AddressError(f"no faulty link over {address}", hint="use local:// or hub://")
+        case AmqpAddress():
+            return open_amqp(address, me, settings, place, wrap)
 
 
 class FaultyCarrier:
