@@ -14,8 +14,8 @@ BEGIN, END = "<!-- bench:links -->", "<!-- /bench:links -->"
 NAMES = {
     "socket": "raw socket, two processes, no relay",
     "local": "local, threads of one process",
-    "hub": "hub",
-    "hub+tls": "hub, TLS",
+    "hub": "hub without TLS (loopback only)",
+    "hub+tls": "hub",
     "amqp-raw": "RabbitMQ alone, our data path",
     "amqp": "RabbitMQ link",
 }

@@ -16,19 +16,28 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 
 
-def test_the_program_runs_through_a_hub(tmp_path):
-    (program,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_two_programs_meet_through_a_hub(tmp_path, first):
+    programs = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert len(programs) == 2
     with Hub("127.0.0.1:0") as hub:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program],
-            env={**os.environ, "MANYHANDS_URL": hub.address.code()},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    assert "who is here: ['alice#" in done.stdout
+        environ = {**os.environ, "MANYHANDS_URL": hub.address.code()}
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                env=environ,
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for program in (programs if first == 0 else programs[::-1])
+        ]
+        said = [process.communicate(timeout=100) for process in started]
+    for process, (_, errors) in zip(started, said, strict=True):
+        assert process.returncode == 0, errors
+        assert errors == ""
+    assert "".join(out for out, _ in said) == "arrived\n"
 
 
 def test_the_table_is_that_of_the_stored_result():

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from manyhands._version import __version__
 
 if TYPE_CHECKING:
-    from manyhands.core.errors import ManyhandsError
+    from manyhands.core.errors import (
+        Excluded,
+        LinkBroken,
+        LinkError,
+        LinkTimeout,
+        ManyhandsError,
+        PeerGone,
+        Refused,
+    )
     from manyhands.core.peers import PeerId, PeerState, View
     from manyhands.links.base import Delivery, Gap, Link, LinkSettings, open_link
     from manyhands.links.hub import Hub
@@ -16,16 +24,22 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Delivery",
+    "Excluded",
     "Gap",
     "Gone",
     "Hub",
     "Leaving",
     "Link",
+    "LinkBroken",
+    "LinkError",
     "LinkSettings",
+    "LinkTimeout",
     "ManyhandsError",
+    "PeerGone",
     "PeerId",
     "PeerState",
     "Ready",
+    "Refused",
     "Resign",
     "Terms",
     "View",
@@ -35,6 +49,12 @@ __all__ = [
 
 # Loaded at first use, so that `import manyhands` is fast and loads no torch.
 _LAZY = {
+    "Refused": "manyhands.core.errors",
+    "PeerGone": "manyhands.core.errors",
+    "LinkTimeout": "manyhands.core.errors",
+    "LinkError": "manyhands.core.errors",
+    "LinkBroken": "manyhands.core.errors",
+    "Excluded": "manyhands.core.errors",
     "Delivery": "manyhands.links.base",
     "Gap": "manyhands.links.base",
     "Gone": "manyhands.links.messages",

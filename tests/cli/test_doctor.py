@@ -17,10 +17,11 @@ from manyhands.links.hub import Hub
 STATUSES = {"ok", "warning", "problem", "skipped"}
 
 
-def doctor(*arguments, **environ):
+def doctor(*arguments, said=None, **environ):
     done = subprocess.run(
         [sys.executable, "-m", "manyhands", "doctor", "--seconds", "0.1", *arguments],
         capture_output=True,
+        input=said,
         text=True,
         check=False,
         env={**os.environ, **environ},
@@ -62,6 +63,13 @@ def test_with_a_join_code():
     assert secret not in out
     assert token not in out
     assert report["elapsed_s"] < 15
+
+
+def test_the_code_by_standard_input():
+    with Hub("127.0.0.1:0") as hub:
+        code, out, _ = doctor("-", "--json", said=hub.address.code() + "\n")
+    assert code == 0
+    assert as_json(out)["address"].startswith("hub://127.0.0.1")
 
 
 def test_a_failed_check(broker):

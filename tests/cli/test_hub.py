@@ -67,6 +67,7 @@ def test_the_code_is_not_in_the_log(tmp_path):
         (["--bind", "127.0.0.1:none"], 2, ("port", "HOST:PORT")),
         (["--run", "no spaces"], 2, ("run name", "hint:")),
         (["--bind", "192.0.2.1:7799"], 1, ("cannot listen", "hint:")),
+        (["--state", "/proc/nope"], 2, ("cannot keep its state in /proc/nope", "--state")),
     ],
 )
 def test_errors_say_what_to_do(tmp_path, options, code, words):

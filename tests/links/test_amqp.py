@@ -474,7 +474,7 @@ class TestPlace:
         ("place", "message"),
         [
             (lambda *_: 1 // 0, "ZeroDivisionError"),
-            (lambda *_: [memoryview(bytearray(3))], "the place for it"),
+            (lambda *_: [memoryview(bytearray(3))], "`place` gave room"),
         ],
     )
     def test_a_place_that_fails_ends_the_link(self, broker, place, message, caplog):

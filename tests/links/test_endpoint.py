@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from manyhands.core.errors import (
     Excluded,
@@ -14,6 +15,7 @@ from manyhands.core.errors import (
     LinkTimeout,
     Malformed,
     Oversized,
+    SettingsError,
 )
 from manyhands.core.peers import NO_VIEW, Member, PeerId, PeerState, View, ViewNumber
 from manyhands.links.base import Delivery, Gap
@@ -365,7 +367,7 @@ def test_a_place_of_another_size_is_an_error(hand):
 
     with Endpoint(ME, TERMS, hand, place).start(5.0):
         both(hand)
-        with pytest.raises(Malformed, match="4"):
+        with pytest.raises(ValueError, match=r"`place` gave room for \(3,\).*\(4,\)"):
             hand.sink.targets(Data(2, 1, 1, (4,), b""))
 
 
@@ -375,3 +377,44 @@ def test_backlog_counts_what_nobody_has_taken(link, hand):
     assert hand.sink.backlog_bytes() == 228
     events(link)
     assert hand.sink.backlog_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda link: link.send(None, "text"), "message must be bytes, not str"),
+        (lambda link: link.send("bob", b""), "to must be a PeerId"),
+        (lambda link: link.send(None, b"", b"not a list"), "write [buffer]"),
+        (lambda link: link.send(None, b"", [1]), "bytes-like, not int"),
+        (lambda link: link.send(None, b"", [torch.ones(3)]), "bytes_of(tensor)"),
+        (lambda link: link.send(None, b"", timeout_s=None), "every wait has an end"),
+        (lambda link: link.receive(None), "every wait has an end"),
+    ],
+)
+def test_slips_of_the_hand_are_named(link, hand, call, words):
+    both(hand)
+    with pytest.raises(TypeError) as caught:
+        call(link)
+    assert words in str(caught.value)
+
+
+def test_what_a_link_looks_like(link, hand):
+    both(hand)
+    assert repr(link) == "<Link of me#0001, open, view 1.2>"
+    link.close()
+    assert "LinkClosed" in repr(link)
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"part_bytes": 64 << 20},
+        {"lease_s": 0},
+        {"window_bytes": -1},
+        {"beat_s": 6.0},
+    ],
+)
+def test_terms_that_cannot_be(terms):
+    with pytest.raises(SettingsError) as caught:
+        Terms(**terms)
+    assert "hint:" in str(caught.value)

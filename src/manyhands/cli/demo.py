@@ -26,7 +26,7 @@ from manyhands.core.errors import LinkTimeout, ManyhandsError
 from manyhands.links.base import open_link
 from manyhands.links.hub import Hub
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 PART_MB = 1.048576
 _WAIT_S = 60.0  # for a peer to come or go; importing torch takes most of it on a slow machine
 
@@ -87,7 +87,8 @@ def tell(summary: dict[str, Any]) -> None:
     """The last words."""
     print(
         f"{summary['received']} tensors of 1 MiB arrived, {summary['wrong']} of them wrong. "
-        f"The killed peer was noticed after {summary['killed_noticed_s']} s; nobody else stopped."
+        f"The others waited for the killed peer until it was out, {summary['killed_noticed_s']} s "
+        "after the kill, and went on without it."
     )
 
 
@@ -136,6 +137,7 @@ class Cast:
             stdout=subprocess.PIPE,
             text=True,
             env=self._environ,
+            start_new_session=True,  # Ctrl-C is for this process, which ends them
         )
         reader = threading.Thread(target=self._listen, args=(name, process), daemon=True)
         self.actors[name] = Actor(process, reader)

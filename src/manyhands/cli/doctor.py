@@ -25,7 +25,7 @@ from manyhands.doctor.report import (
     without_secrets,
 )
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 _SIGNS = {
     Status.OK: ("✓", "green"),
     Status.WARNING: ("!", "yellow"),
@@ -39,11 +39,14 @@ _CHECK_WIDTH = 18  # of the longest name of a check
 def doctor(
     address: Annotated[
         str | None,
-        typer.Argument(metavar="[URL|CODE]", help="The hub or broker; a join code works too."),
+        typer.Argument(
+            metavar="[URL|CODE|-]",
+            help="The hub or broker; - reads it from stdin, where no other user sees it.",
+        ),
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(help="The run you mean to join. It is looked at only if it must be."),
+        typer.Option(help="The run you mean to join, for hubs and rights that serve one run."),
     ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="The report as JSON on stdout.")
@@ -58,6 +61,8 @@ def doctor(
     nothing failed; 1: a check failed; 2: the address cannot be used.
     """
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
+    if address == "-":
+        address = sys.stdin.readline().strip()
     start = time.monotonic()
     found = resolve(address, run, os.environ)
     bad = found if isinstance(found, UsageError) else None

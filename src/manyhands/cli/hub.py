@@ -14,23 +14,38 @@ from typing import Annotated
 
 import typer
 
-from manyhands.core.address import HUB_PORT
+from manyhands.core.address import HUB_PORT, host_port
 from manyhands.links.hub import Hub
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 @app.command()
 def hub(
-    bind: Annotated[str | None, typer.Option(help="HOST:PORT to listen on; port 0 is any.")] = None,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            help=f"HOST:PORT to listen on; port 0 is any. (default 0.0.0.0:{HUB_PORT}, "
+            "or 127.0.0.1 with --insecure)"
+        ),
+    ] = None,
     advertise: Annotated[
-        str | None, typer.Option(help="HOST[:PORT] that peers reach it by, for the join code.")
+        str | None,
+        typer.Option(
+            help="HOST[:PORT] that peers reach it by, for the join code. (default: a guess)"
+        ),
     ] = None,
     state: Annotated[
-        Path | None, typer.Option(help="Folder for key, token and runs: a restart is the same hub.")
+        Path | None,
+        typer.Option(
+            help="Folder for key, token and runs: a restart is the same hub "
+            "(default: manyhands/hub in $XDG_STATE_HOME or ~/.local/state)"
+        ),
     ] = None,
     run: Annotated[list[str] | None, typer.Option(help="Serve this run only; repeatable.")] = None,
-    insecure: Annotated[bool, typer.Option(help="No TLS, no token: loopback only.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="No TLS, no token: loopback only.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
 ) -> None:
     """Run a hub: the meeting point that all peers of a run dial.
@@ -49,10 +64,10 @@ def hub(
         signal.signal(number, end)
     runs = frozenset(run) if run else None
     with Hub(bind, advertise=advertise, state=state, insecure=insecure, runs=runs) as running:
-        _announce(running, state, json_output)
+        _announce(running, state, json_output, guessed=advertise is None)
         stop.wait()
     if not json_output:
-        print("stopped; the same command starts the same hub again")
+        print("stopped; peers look for it for a minute")
 
 
 def default_state() -> Path:
@@ -61,18 +76,18 @@ def default_state() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "manyhands" / "hub"
 
 
-def _announce(hub: Hub, state: Path, json_output: bool) -> None:
+def _announce(hub: Hub, state: Path, json_output: bool, *, guessed: bool) -> None:
     address = hub.address
-    url = f"{address}?insecure=1" if address.insecure else None
     if json_output:
         said = {"code": address.code(), "host": address.host, "port": address.port}
         print(json.dumps({**said, "insecure": address.insecure, "state": str(state)}), flush=True)
         return
-    print(f"hub listens; peers reach it at {address.host}:{address.port}")
-    print(f"state: {state}")
-    if url:
-        print(f"insecure, this machine only: {url}")
-    print("\njoin code (a secret):\n")
-    print(f"    {address.code()}\n")
-    print('in Python:  manyhands.open_link("CODE", run="NAME")')
-    print("to check:   manyhands doctor CODE", flush=True)
+    where = f"{host_port(address.host, address.port)}"
+    print(f"hub listens; peers reach it at {where}" + " (a guess: --advertise)" * guessed)
+    print(f"state: {state}\n")
+    if address.insecure:
+        print(f"without TLS and token, for this machine only:\n\n    {address}?insecure=1\n")
+    else:
+        print(f"join code (a secret):\n\n    {address.code()}\n")
+    print("peers find it by MANYHANDS_URL, or manyhands.open_link(...)")
+    print("to check it: manyhands doctor -    and paste it", flush=True)

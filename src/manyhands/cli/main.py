@@ -97,6 +97,7 @@ def build_app() -> typer.Typer:
         cls=LazyGroup,
         no_args_is_help=True,
         add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         # A traceback with the values of all locals would print tokens and passwords.
         pretty_exceptions_enable=False,
     )

@@ -15,7 +15,7 @@
         ├── LinkTimeout              a named wait ended without its event
         ├── Refused                  the meeting point turned this peer away, and why
         ├── Excluded                 the run goes on without this peer
-        └── PeerGone                 the peer you address has left the run
+        └── PeerGone                 the peer you address is not in the run, or not any more
 
 Each carries its facts as fields, and an optional `hint`: what to do about it.
 """
@@ -112,8 +112,8 @@ class Excluded(LinkError):
 
 
 class PeerGone(LinkError):
-    """The addressed peer has left the run."""
+    """The addressed peer is not in the run, or not any more."""
 
     def __init__(self, peer: object) -> None:
-        super().__init__(f"peer {peer} is no longer in the run")
+        super().__init__(f"peer {peer} is not among the others of this run")
         self.peer = peer

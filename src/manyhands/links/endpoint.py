@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 from manyhands.core.errors import (
     Excluded,
@@ -163,6 +163,7 @@ class Endpoint:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
+        _check_types(to, message, buffers, timeout_s)
         size = payload_size(buffers)
         self._check_size(len(message), len(buffers), size)
         address = None if to is None else to.incarnation
@@ -184,6 +185,7 @@ class Endpoint:
                 return self._check_open()  # it may have ended while the network was slow
 
     def receive(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Event:
+        _check_types(None, b"", (), timeout_s)
         with self._changed:
             if not self._changed.wait_for(lambda: self._inbox or self._error, timeout_s):
                 raise LinkTimeout("message or view", timeout_s)
@@ -219,12 +221,18 @@ class Endpoint:
             return self._lease.start_s
 
     def close(self) -> None:
-        self._end(LinkClosed("the link was closed on this side"))
+        with self._changed:
+            self._inbox.clear()
+            self._end(LinkClosed("the link was closed on this side"))
         self._stop = True
         self._poke.set()
         self._carrier.close()
         if self._beater.is_alive() and self._beater is not threading.current_thread():
             self._beater.join()
+
+    def __repr__(self) -> str:
+        state = "open" if self._error is None else type(self._error).__name__
+        return f"<Link of {self._me}, {state}, view {self._view.number}>"
 
     def __enter__(self) -> Self:
         return self
@@ -348,9 +356,9 @@ class Endpoint:
             whole = memoryview(bytearray(sum(data.sizes)))
             return _cut(whole, data.sizes)
         if tuple(view.nbytes for view in placed) != data.sizes:
-            raise Malformed(
-                f"a message of {sender} has buffers of {data.sizes} bytes, "
-                f"the place for it {tuple(view.nbytes for view in placed)}"
+            raise ValueError(
+                f"`place` gave room for {tuple(view.nbytes for view in placed)} bytes; "
+                f"message {data.message[:40]!r} of {sender} has buffers of {data.sizes}"
             )
         return placed
 
@@ -457,3 +465,19 @@ def _cut(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
         cut.append(whole[at : at + size])
         at += size
     return cut
+
+
+def _check_types(to: object, message: object, buffers: object, timeout_s: object) -> None:
+    """Say what a slip of the hand means, rather than what it leads to."""
+    if not isinstance(message, bytes):
+        raise TypeError(f"message must be bytes, not {type(message).__name__}: encode it first")
+    if not (to is None or isinstance(to, PeerId)):
+        raise TypeError(f"to must be a PeerId of a view, or None for all, not {to!r}")
+    if isinstance(buffers, bytes | bytearray | memoryview) or not isinstance(buffers, Sequence):
+        raise TypeError("buffers must be a list of bytes-like objects: write [buffer]")
+    for buffer in cast("Sequence[object]", buffers):
+        if not isinstance(buffer, bytes | bytearray | memoryview):
+            hint = "; wire.tensors.bytes_of(tensor) gives its bytes" * hasattr(buffer, "dtype")
+            raise TypeError(f"a buffer must be bytes-like, not {type(buffer).__name__}{hint}")
+    if not isinstance(timeout_s, int | float):
+        raise TypeError("timeout_s must be a number of seconds: every wait has an end")

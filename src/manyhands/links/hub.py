@@ -37,7 +37,6 @@ from manyhands.core.errors import (
     Malformed,
     SettingsError,
     WireError,
-    WrongVersion,
 )
 from manyhands.core.peers import PEER_NAME_HINT, PeerId, is_peer_name
 from manyhands.links import arbiter
@@ -227,18 +226,18 @@ class Hub:
         reader = FrameReader(stream.recv_into, Limits(header_bytes=4096, payload_bytes=0))
         try:
             first = reader.next()
-        except WrongVersion as error:
-            # Told in our version, so that the other side sees that it is another one.
-            refusal = Refusal("version", error.message, error.hint or "")
+            hello = None if first is None else SCHEMA.decode(first[0].kind, first[1])
+        except WireError as error:
+            # In frames of our version, so that the other side sees if it has another one.
+            refusal = Refusal("hello", error.message, error.hint or "")
             stream.send([SCHEMA.encode(refusal)], timeout_s=1.0)
             raise
         with self._lock:
             # From here on silence is a matter of leases.
             if self._handshakes.pop(sock, None) is None:
                 return log.warning("%s:%s: no greeting in time", *where)
-        if first is None:
+        if hello is None:
             return None
-        hello = SCHEMA.decode(first[0].kind, first[1])
         if isinstance(hello, Refusal):  # a peer that does not trust us says so
             return log.warning("%s:%s went away: %s", *where, hello.message)
         if not isinstance(hello, Hello):

@@ -261,7 +261,9 @@ class HubCarrier:
                     stream.detach()
                 if self._closing.is_set():
                     return
+                log.warning("%s lost its hub and dials again", self._me)
                 stream, reader = self._redial()
+                log.info("%s is back at its hub", self._me)
         except LinkError as error:
             self._fail(error)
         except ManyhandsError as error:

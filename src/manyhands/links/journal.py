@@ -28,9 +28,15 @@ class Journal:
         self._folder = folder
         self._lock: int | None = None
         if folder is not None:
-            (folder / "runs").mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder.chmod(0o700)
-            self._lock = _lock(folder)
+            try:
+                (folder / "runs").mkdir(parents=True, exist_ok=True, mode=0o700)
+                folder.chmod(0o700)
+                self._lock = _lock(folder)
+            except OSError as error:
+                raise SettingsError(
+                    f"a hub cannot keep its state in {folder}: {error.strerror}",
+                    hint="name a folder of yours with --state",
+                ) from None
         key, certificate = self._read("key.pem"), self._read("cert.pem")
         if key is None or certificate is None:
             key, certificate = create_identity()
@@ -96,7 +102,7 @@ def _lock(folder: Path) -> int:
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         raise SettingsError(
             f"another hub is using {folder}",

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.core.errors import Malformed
+from manyhands.core.errors import Malformed, SettingsError
 from manyhands.core.peers import PeerId, PeerState, View, ViewNumber
 from manyhands.wire.frames import PREFIX_BYTES, Buffer, Limits, Schema, decode_prefix
 
@@ -44,6 +44,25 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     window_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 40)] = 8 << 20
     part_bytes: Annotated[int, msgspec.Meta(gt=0, le=16 << 20)] = 1 << 20
     watch_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 40)] = 64 << 20
+
+    def __post_init__(self) -> None:
+        """The same limits for terms that are made here as for those that come by wire."""
+        for name in ("beat_s", "lease_s", "grace_s"):
+            check_range(name, getattr(self, name), 86400)
+        for name in ("window_bytes", "watch_bytes"):
+            check_range(name, getattr(self, name), 1 << 40)
+        check_range("part_bytes", self.part_bytes, 16 << 20)
+        if self.beat_s > self.lease_s / 2:
+            raise SettingsError(
+                f"beats of {self.beat_s:g} s are too rare for leases of {self.lease_s:g} s",
+                hint="at least two beats a lease",
+            )
+
+
+def check_range(name: str, value: float, most: float) -> None:
+    """Raise SettingsError unless 0 < value <= most."""
+    if not 0 < value <= most:
+        raise SettingsError(f"{name} = {value:g} is out of range", hint=f"above 0, up to {most:g}")
 
 
 class Return(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
