@@ -69,7 +69,7 @@ def test_the_code_by_standard_input():
     with Hub("127.0.0.1:0") as hub:
         code, out, _ = doctor("-", "--json", said=hub.address.code() + "\n")
     assert code == 0
-    assert as_json(out)["address"].startswith("hub://127.0.0.1")
+    assert json.loads(out)["address"].startswith("hub://127.0.0.1")
 
 
 def test_a_failed_check(broker):
