@@ -116,12 +116,25 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def forget_peaks(pids: list[int]) -> None:
+    """Start a new high-water mark of these processes' memory."""
+    for pid in pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peaks_of(pids: list[int]) -> int:
+    """The most resident memory these processes had since then, together."""
+    lines = (line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
 # -- one turn -------------------------------------------------------------------------------------
 
 
 def run_peers(url: str, size: int, pattern: str, num_bytes: int, count: int, meeting: list[int]):
     """One turn with processes as peers: seconds, CPU seconds, memory."""
     run = f"bench-{os.urandom(4).hex()}"
+    forget_peaks(meeting)
     before = cpu_of(meeting)
     jobs = [
         start_child("peer", url, run, rank, size, pattern, num_bytes, count) for rank in range(size)
@@ -131,6 +144,7 @@ def run_peers(url: str, size: int, pattern: str, num_bytes: int, count: int, mee
         "elapsed_s": max(s["elapsed_s"] for s in said),
         "cpu_s": sum(s["cpu_s"] for s in said) + cpu_of(meeting) - before,
         "meeting_cpu_s": cpu_of(meeting) - before,
+        "meeting_rss": peaks_of(meeting),
         "rss": max(s["rss"] for s in said),
     }
 
@@ -204,6 +218,7 @@ def run_amqp_raw(url: str, num_bytes: int, count: int, meeting: list[int]):
         url, handler, lambda ch: ch.queue_declare(queue, exclusive=False, auto_delete=True)
     )
     channel.consume(queue, "c", no_ack=True)
+    forget_peaks(meeting)
     before = cpu_of(meeting)
     child = start_child("publish", url, queue, num_bytes, count + 1)
     handler.started.wait(60)
@@ -214,8 +229,13 @@ def run_amqp_raw(url: str, num_bytes: int, count: int, meeting: list[int]):
     channel.close()
     reader.join()
     broker = cpu_of(meeting) - before
-    cpu += published["cpu_s"] + broker
-    return {"elapsed_s": elapsed, "cpu_s": cpu, "meeting_cpu_s": broker, "rss": peak_rss()}
+    return {
+        "elapsed_s": elapsed,
+        "cpu_s": cpu + published["cpu_s"] + broker,
+        "meeting_cpu_s": broker,
+        "meeting_rss": peaks_of(meeting),
+        "rss": peak_rss(),
+    }
 
 
 def publish(url: str, queue: str, num_bytes: int, count: int):
@@ -326,6 +346,7 @@ def row_of(cell, turns: list[dict]) -> dict:
         "meeting_point_cpu_s": statistics.median(t["meeting_cpu_s"] for t in turns),
         "cpu_s_per_gb": statistics.median(per_gb),
         "peak_rss_bytes": max(t["rss"] for t in turns),
+        "meeting_point_peak_rss_bytes": max(t.get("meeting_rss", 0) for t in turns),
     }
 
 
@@ -414,12 +435,13 @@ def add_ratios(rows: list[dict]) -> None:
 
 def show(rows: list[dict]) -> None:
     print(f"{'link':10} {'peers':>5} {'pattern':>10} {'bytes':>8} {'MB/s':>8} {'msg/s':>9} "
-          f"{'CPU s/GB':>8} {'RSS MB':>7}")  # fmt: skip
+          f"{'CPU s/GB':>8} {'peer MB':>7} {'relay MB':>8}")  # fmt: skip
     for r in rows:
         name = r["link"] + ("+tls" if r["tls"] else "")
         print(f"{name:10} {r['peers']:5} {r['pattern']:>10} {r['message_bytes']:8} "
               f"{r['mb_per_s']:8.0f} {r['messages_per_s']:9.0f} {r['cpu_s_per_gb']:8.2f} "
-              f"{r['peak_rss_bytes'] / 1e6:7.0f}")  # fmt: skip
+              f"{r['peak_rss_bytes'] / 1e6:7.0f} "
+              f"{r['meeting_point_peak_rss_bytes'] / 1e6:8.0f}")  # fmt: skip
 
 
 CALLS = {f.__name__: f for f in (peer, publish, run_amqp_raw, run_local, run_socket)}

@@ -34,6 +34,7 @@ def table(result: dict) -> str:
         *(f"all to all, {n}" for n in sizes),
         "small messages/s",
         "CPU s/GB",
+        "peak MB of a peer / the relay, 8 peers",
     ]
     lines = [
         f"MB/s of payload in 1 MiB messages (median of {result['rows'][0]['turns']} turns; "
@@ -52,12 +53,18 @@ def table(result: dict) -> str:
             cells.append("" if row is None else f"{row['mb_per_s']:.0f}")
         cells.append(f"{rows[link, 2, 'one-way', small]['messages_per_s']:.0f}")
         cells.append(f"{one['cpu_s_per_gb']:.1f}")
+        cells.append(_memory(rows.get((link, sizes[-1], "all-to-all", big), one)))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
         "",
         f"`make bench`; {result['machine']['cpu']}, Python {result['machine']['python']}.",
     ]
     return "\n".join(lines)
+
+
+def _memory(row: dict) -> str:
+    relay = row["meeting_point_peak_rss_bytes"]
+    return f"{row['peak_rss_bytes'] / 1e6:.0f}" + (f" / {relay / 1e6:.0f}" if relay else "")
 
 
 def main() -> int:

@@ -70,15 +70,21 @@ class Meeting:
 
     def target(self) -> tuple[str, int]:
         """Where the meeting point listens."""
-        raise NotImplementedError
+        raise self._missing()
 
     def via(self, port: int) -> str:
         """The URL by which it is found behind a proxy on that loopback port."""
-        raise NotImplementedError
+        raise self._missing()
 
     def restart(self) -> None:
         """The meeting point dies and comes back."""
-        raise NotImplementedError
+        raise self._missing()
+
+    def _missing(self) -> AssertionError:
+        return AssertionError(
+            f"{type(self).__name__} must define target, via and restart, "
+            "or say that it has no `proxies` and no `restarts`"
+        )
 
     def open(
         self,
