@@ -222,6 +222,9 @@ def test_close_from_many_threads(pair):
     near, far = pair
     together(*[near.close] * 8, *[far.detach] * 1)
     near.close()
+    assert near.recv_into(memoryview(bytearray(1))) == 0
+    with pytest.raises(LinkBroken):
+        near.send([b"x"])
 
 
 def _ignore(work) -> None:
