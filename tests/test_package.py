@@ -16,7 +16,20 @@ import manyhands
 
 ROOT = Path(__file__).parent.parent
 # Rooms that are about tensors, and the test kit, which needs the `testing` extra.
-MAY_LOAD_TORCH = ("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer")
+# Of collectives, what decides (the machine, its messages, its verdicts) is not among them.
+MAY_LOAD_TORCH = (
+    *("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer"),
+    *(
+        f"manyhands.collectives.{name}"
+        for name in ("adder", "bank", "codecs", "layout", "mail", "pool", "reduction", "results")
+    ),
+    *(f"manyhands.collectives.{name}" for name in ("rounds", "shelf", "threads")),
+    *(
+        f"manyhands.collectives.backend.{name}"
+        for name in ("buffers", "exchange", "group", "operations", "session", "store", "team")
+    ),
+    "manyhands.collectives.backend.work",
+)
 
 
 def run(*command, **arguments):

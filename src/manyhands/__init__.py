@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,17 @@ def __getattr__(name: str) -> object:
     value: object = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
+
+
+def _tell_torch() -> None:
+    """If torch is loaded, it has looked for its backends already, perhaps before us."""
+    if "torch.distributed" in sys.modules:
+        from manyhands.collectives.backend.register import register
+
+        register()
+
+
+_tell_torch()
 
 
 def __dir__() -> list[str]:

@@ -127,6 +127,14 @@ class Link(Protocol):
         """
         ...
 
+    def renew_lease(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Return when the meeting point has answered a beat that was sent after this call.
+
+        For a peer that must know that it still takes part. Raises LinkTimeout, or what ended
+        the link.
+        """
+        ...
+
     def close(self) -> None:
         """Leave and free everything. Idempotent; wakes whoever waits on this link."""
         ...

@@ -220,6 +220,16 @@ class Endpoint:
         with self._changed:
             return self._lease.start_s
 
+    def renew_lease(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        asked_s = time.monotonic()
+        self._poke.set()
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._error or self._lease.start_s > asked_s, timeout_s
+            ):
+                raise LinkTimeout("answer to a beat", timeout_s)
+            self._check_open()
+
     def close(self) -> None:
         with self._changed:
             self._inbox.clear()
@@ -385,6 +395,7 @@ class Endpoint:
                 with self._changed:
                     if self._error is None:
                         self._lease.answered(header.n)
+                        self._changed.notify_all()
             case NewView():
                 self._adopt(header.view)
             case GapNotice():

@@ -41,12 +41,14 @@ from manyhands.core.errors import (
 from manyhands.core.peers import PEER_NAME_HINT, PeerId, is_peer_name
 from manyhands.links import arbiter
 from manyhands.links.journal import Journal
+from manyhands.links.memory import Memory
 from manyhands.links.messages import (
     HEADER_BYTES,
     SCHEMA,
     Dismissal,
     Hello,
     Refusal,
+    Terms,
 )
 from manyhands.links.outbox import Budget
 from manyhands.links.room import Room
@@ -55,6 +57,7 @@ from manyhands.links.stream import Stream
 from manyhands.links.tls import server_context
 from manyhands.wire.frames import FrameReader, Limits
 
+_KEEP_BYTES = 64 << 20  # of memory for frames while none are on their way
 _SHOWN = 120  # characters of a stranger's name in a log
 _TICK_S = 0.2  # at least this often; a room with short leases asks for more
 log = logging.getLogger(__name__)
@@ -108,6 +111,7 @@ class Hub:
         self._sessions: dict[int, Session] = {}
         self._handshakes: dict[socket.socket, float] = {}  # socket -> deadline
         self._budget = Budget(self._limits.bytes_in_flight)
+        self._memory = Memory(Terms().part_bytes, _KEEP_BYTES)
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
         shown = advertise or _reachable(host)
@@ -280,6 +284,7 @@ class Hub:
                 room,
                 hello.peer,
                 self._budget,
+                self._memory,
                 forget=self._forget,
                 stopping=self._closing.is_set,
             )

@@ -33,6 +33,7 @@ class Frame:
     header: Header
     payload: memoryview | None = None
     encoded: bytes | None = None
+    loan: object = None  # what the payload's memory is held by, if it is borrowed
 
     @property
     def num_bytes(self) -> int:

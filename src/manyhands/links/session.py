@@ -16,6 +16,7 @@ from collections.abc import Callable
 from manyhands._version import __version__
 from manyhands.core.errors import LinkBroken, LinkTimeout, Malformed, Truncated, WireError
 from manyhands.core.peers import PeerId
+from manyhands.links.memory import Memory
 from manyhands.links.messages import (
     SCHEMA,
     Beat,
@@ -45,12 +46,14 @@ class Session:
         room: Room,
         peer: PeerId,
         budget: Budget,
+        memory: Memory,
         *,
         forget: Callable[[Session], None],
         stopping: Callable[[], bool],
     ) -> None:
         self.run, self.room, self.peer = run, room, peer
-        self._budget, self._forget, self._stopping = budget, forget, stopping
+        self._budget, self._memory = budget, memory
+        self._forget, self._stopping = forget, stopping
         self.outbox: Outbox[Stream] = Outbox(room.terms.watch_bytes, budget)
         self._secret = secrets.token_bytes(16)
         self._num_received = 0  # frames of the peer that count for resuming
@@ -112,7 +115,8 @@ class Session:
                 raise Malformed(f"{type(frame.header).__name__} has no payload")
             if prefix.payload_bytes:
                 self._wait_for_memory()
-                frame.payload = memoryview(bytearray(prefix.payload_bytes))
+                frame.loan = loan = self._memory.lend(prefix.payload_bytes)
+                frame.payload = loan.view
                 reader.payload_into([frame.payload])
             if not self._take(stream, frame):
                 return

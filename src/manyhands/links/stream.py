@@ -2,8 +2,9 @@
 
 OpenSSL forbids two threads inside one connection, and CPython's own answers to that differ by
 version (some hold a lock across a blocking read, so that a writer waits for the next arrival).
-So sockets here are non-blocking, every TLS call is made under one short lock, and waiting is done
-outside it. Plain TCP takes the same path without the lock, and gathers with sendmsg.
+So TLS sockets here are non-blocking, every call is made under one short lock, and waiting is done
+outside it. Plain TCP needs no lock: writes do not block and gather with sendmsg, and a large read
+is one blocking call that returns when all has come, instead of one for every few packets.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections import deque
@@ -24,6 +26,8 @@ from manyhands.wire.frames import Buffer
 _UNSENT_BYTES = 256 << 10
 _MAX_GATHER = 64  # buffers a sendmsg; the system's own limit is 1024
 _TLS_PIECE = 256 << 10  # bytes a TLS write, so that a reader gets the lock in between
+_WHOLE_BYTES = 64 << 10  # a read of more than this waits for all of it ...
+_READ_S = 0.5  # ... but not longer than this: whatever has come by then is a sign of life
 
 
 class Stream:
@@ -34,9 +38,12 @@ class Stream:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
         self._sock = sock
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
+        sock.setblocking(self._tls is None)
+        if self._tls is None:
+            seconds = struct.pack("ll", int(_READ_S), int(_READ_S % 1 * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
         self._tls_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._closed = False
@@ -57,13 +64,16 @@ class Stream:
         while True:
             try:
                 if self._tls is None:
-                    got = self._sock.recv_into(target)
+                    whole = len(target) > _WHOLE_BYTES
+                    got = self._sock.recv_into(target, 0, socket.MSG_WAITALL if whole else 0)
                 else:
                     with self._tls_lock:
                         got = self._tls.recv_into(target)
                 self.heard_s = time.monotonic()
                 return got
-            except (BlockingIOError, ssl.SSLWantReadError):
+            except BlockingIOError:
+                pass  # _READ_S without a byte
+            except ssl.SSLWantReadError:
                 self._readable.poll()
             except ssl.SSLWantWriteError:
                 self._writable.poll()
@@ -106,7 +116,8 @@ class Stream:
         left = deque(view for view in map(_bytes_view, buffers) if len(view))
         while left:
             try:
-                sent = self._sock.sendmsg([left[i] for i in range(min(len(left), _MAX_GATHER))])
+                gathered = [left[i] for i in range(min(len(left), _MAX_GATHER))]
+                sent = self._sock.sendmsg(gathered, [], socket.MSG_DONTWAIT)
             except BlockingIOError:
                 self._wait_writable(timeout_s)
                 continue

@@ -1,0 +1,1 @@
+"""Rounds: the agreed averaging of tensors between the peers of a run."""

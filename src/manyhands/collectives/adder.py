@@ -1,0 +1,133 @@
+"""Adder: what an owner does with the contributions to a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm  # pyright: ignore[reportUnknownVariableType]
+
+from manyhands.collectives.bank import Bank
+from manyhands.collectives.layout import Layout
+from manyhands.collectives.messages import Part, Sum
+from manyhands.collectives.pool import Block, Pool
+from manyhands.collectives.ranges import Ranges
+from manyhands.collectives.reduction import Contribution, Operator, PartSum, arithmetic_for
+from manyhands.collectives.shelf import Filed
+
+
+class Adder:
+    """Adds in roster order, divides by the weight, encodes once. Not thread-safe.
+
+    `refuse`: contributions that are not finite make the attempt void. With a GradScaler they are
+    to be seen instead, by everybody.
+    """
+
+    def __init__(self, layout: Layout, bank: Bank, pool: Pool, *, refuse: bool) -> None:
+        self._layout, self._bank, self._pool, self._refuse = layout, bank, pool, refuse
+        self._widest = max(part.numel for part in layout.parts)
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def wire_bytes(self, k: int) -> int:
+        """Of a contribution to part k, and of its result; -1 for a part that there is not."""
+        if k >= self._layout.num_parts:
+            return -1
+        part = self._layout.parts[k]
+        return self._bank.codecs[k].num_bytes(part.numel, part.dtype)
+
+    def is_whole(self, part: Part, block: Block | None) -> bool:
+        """Whether a contribution has the values that it should have."""
+        size = 0 if block is None else block.tensor.numel()
+        return size == (self.wire_bytes(part.k) if part.weight > 0 else 0)
+
+    def add_up(self, head: Sum, filed: Mapping[int, Filed], me: int) -> tuple[Sum, Block]:
+        """The head with all that the values say, and the encoded result. `filed` is by member."""
+        shape, codec = self._layout.parts[head.k], self._bank.codecs[head.k]
+        arithmetic = arithmetic_for(Operator.SUM, shape.dtype)
+        block = self._pool.take(self.wire_bytes(head.k))
+        given = [s.peer for s in head.contributions if self._counts(filed[s.peer], s.peer == me)]
+        apart = arithmetic.narrow or not codec.raw  # the total is not what is sent
+        total = (
+            self._memory(shape.numel, arithmetic.total_dtype)
+            if apart
+            else block.tensor.view(arithmetic.total_dtype)
+        )
+        adding = PartSum(max(1, len(given)), arithmetic, codec, total)
+        if not given:
+            total.zero_()
+        for place, peer in enumerate(given):
+            adding.offer(place, self._contribution(head.k, filed[peer], own=peer == me))
+        weight = sum(filed[s.peer].part.weight for s in head.contributions)
+        if weight > 0 and (shape.dtype.is_floating_point or shape.dtype.is_complex):
+            total.div_(weight)
+        if apart:
+            codec.encode(total, block.tensor)
+        norm = self._squared_norm(head.k, block)
+        refused = head.refused
+        if self._refuse and not math.isfinite(norm):
+            refused |= self._not_finite(head.k, [filed[peer] for peer in given])
+        norm = norm if math.isfinite(norm) else 0.0
+        head = msgspec.structs.replace(head, weight=weight, squared_norm=norm, refused=refused)
+        return head, block
+
+    def _counts(self, filed: Filed, own: bool) -> bool:
+        if filed.part.weight <= 0:
+            return False
+        return not self._bank.empty if own else self.is_whole(filed.part, filed.block)
+
+    def _contribution(self, k: int, filed: Filed, *, own: bool) -> Contribution:
+        codec = self._bank.codecs[k]
+        dtype = arithmetic_for(Operator.SUM, self._layout.parts[k].dtype).dtype
+        if own and codec.raw:
+            return Contribution(self._bank.values(k).view(dtype), False, _nothing)
+        if not own:
+            assert filed.block is not None
+            values = filed.block.tensor.view(dtype) if codec.raw else filed.block.tensor
+            return Contribution(values, not codec.raw, _nothing)
+        # As if it had travelled: the result must not depend on who adds it up.
+        block = self._pool.take(self._bank.num_bytes(k))
+        self._bank.encode(k, block.tensor)
+        return Contribution(block.tensor, True, lambda: self._pool.give(block))
+
+    def _memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty(self._widest, dtype=dtype)
+        return self._scratch[dtype][:numel]
+
+    def _squared_norm(self, k: int, block: Block) -> float:
+        """Of the decoded result; not finite if the result is not. Only floats have one."""
+        shape, codec = self._layout.parts[k], self._bank.codecs[k]
+        if not shape.dtype.is_floating_point:
+            return 0.0
+        if codec.raw:
+            values = block.tensor.view(shape.dtype)
+        else:
+            values = self._memory(shape.numel, torch.float32)
+            codec.decode(block.tensor, values)
+        if shape.dtype.itemsize == 1:
+            values = values.to(torch.float32)
+        # The norm in fp64 without a copy in fp64; its square is what can be added up.
+        norm = cast("Tensor", vector_norm(values, dtype=torch.float64))
+        return float(norm) ** 2
+
+    def _not_finite(self, k: int, filed: Sequence[Filed]) -> Ranges:
+        """The samples of those contributions that hold values which are not finite."""
+        shape, codec = self._layout.parts[k], self._bank.codecs[k]
+        out: list[Ranges] = []
+        for one in filed:
+            values = torch.empty(shape.numel, dtype=shape.dtype)
+            if one.block is None:
+                values.copy_(self._bank.values(k))
+            else:
+                codec.decode(one.block.tensor, values)
+            if not bool(values.isfinite().all()):
+                out.append(one.part.ranges)
+        return Ranges.union(out)
+
+
+def _nothing() -> None:
+    pass

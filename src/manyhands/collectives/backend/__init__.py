@@ -1,0 +1,1 @@
+"""The torch.distributed backend: a fixed roster over a link."""

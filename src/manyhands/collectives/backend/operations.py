@@ -1,0 +1,305 @@
+"""Operations: each collective as an Exchange. Pure, but for the memory of the tensors.
+
+All tensors here are flat, contiguous and on the CPU; `group` makes them so. Results are a function
+of the contributions and the members' order, never of timing. Transfers of any dtype go as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manyhands.collectives.backend.exchange import GIVEN, RESULT, Exchange, Outgoing, Owned, Target
+from manyhands.collectives.codecs import Codec, codec_for
+from manyhands.collectives.parts import cut_parts
+from manyhands.collectives.pool import Block, Pool
+from manyhands.collectives.reduction import (
+    Arithmetic,
+    Contribution,
+    Operator,
+    PartSum,
+    arithmetic_for,
+)
+from manyhands.wire.tensors import bytes_of
+
+SMALL_BYTES = 32 << 10
+"""Up to here a contribution goes to everybody and everybody adds up: one hop instead of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes exchanges for one member (`me`-th of `members`) of one group."""
+
+    members: Sequence[int]
+    me: int
+    pool: Pool
+    part_bytes: int
+
+    # -- sums -----------------------------------------------------------------------------------
+
+    def all_reduce(self, flat: Tensor, operator: Operator, wire: str = "fp32") -> Exchange:
+        """Every member ends with the same bits: the sum, encoded once, as its owner sent it.
+
+        `wire` names the codec of contributions and sums; sums and means may have a lossy one.
+        """
+        made = self._new("all_reduce", flat, f"{operator.value} {wire}")
+        arithmetic = arithmetic_for(operator, flat.dtype)
+        num = len(self.members)
+        if num == 1 or flat.numel() == 0:
+            return made
+        values = flat.view(arithmetic.dtype)
+        lossy = operator in (Operator.SUM, Operator.MEAN)
+        codec = codec_for(wire if lossy else "fp32", values.dtype)
+        if values.nbytes <= SMALL_BYTES and codec.raw:
+            return self._sum_everywhere(made, values, arithmetic, codec)
+        parts = cut_parts(values.numel(), values.itemsize, num, self.part_bytes)
+        # Each member begins with another owner, so that no owner is flooded while others wait.
+        for part in sorted(parts, key=lambda p: (p.k // num, (p.owner - self.me) % num)):
+            piece = values[part.start : part.stop]
+            if part.owner == self.me:
+                made.owned[part.k] = self._own(part.k, piece, arithmetic, codec, to_all=True)
+            else:
+                made.outgoing.append(self._coded(part.owner, part.k, piece, codec))
+                made.targets[part.owner, RESULT, part.k] = self._result(piece, codec)
+        return made
+
+    def reduce_scatter(self, chunks: Sequence[Tensor], out: Tensor, operator: Operator) -> Exchange:
+        """The sum of everybody's `chunks[i]` ends at member i."""
+        sizes = ",".join(str(chunk.numel()) for chunk in _unless_equal(chunks))
+        made = self._new("reduce_scatter", chunks[0], f"{operator.value} {sizes}")
+        arithmetic = arithmetic_for(operator, out.dtype)
+        for turn in range(1, len(self.members) + 1):
+            owner = (self.me + turn) % len(self.members)
+            self._reduce_to(made, owner, chunks[owner], out, arithmetic)
+        return made
+
+    def reduce(self, flat: Tensor, root: int, operator: Operator) -> Exchange:
+        """The sum ends at `root`; the others' tensors stay as they are."""
+        made = self._new("reduce", flat, f"{operator.value} to {root}")
+        self._reduce_to(made, root, flat, flat, arithmetic_for(operator, flat.dtype))
+        return made
+
+    def _reduce_to(
+        self, made: Exchange, owner: int, given: Tensor, out: Tensor, arithmetic: Arithmetic
+    ) -> None:
+        raw = codec_for("fp32", arithmetic.dtype)
+        given = given.view(arithmetic.dtype)
+        for k, start in enumerate(self._starts(given)):
+            piece = given[start : start + self._elements(given)]
+            if owner == self.me:
+                final = out.view(arithmetic.dtype)[start : start + piece.numel()]
+                made.owned[k] = self._own(k, piece, arithmetic, raw, to_all=False, final=final)
+            else:
+                made.outgoing.append(self._plain(owner, k, piece))
+
+    def _sum_everywhere(
+        self, made: Exchange, values: Tensor, arithmetic: Arithmetic, codec: Codec
+    ) -> Exchange:
+        made.outgoing.append(self._plain(None, 0, values))
+        made.owned[0] = self._own(0, values, arithmetic, codec, to_all=False)
+        return made
+
+    def _own(
+        self,
+        k: int,
+        piece: Tensor,
+        arithmetic: Arithmetic,
+        codec: Codec,
+        *,
+        to_all: bool,
+        final: Tensor | None = None,
+    ) -> Owned:
+        """The sum of part k, whose own contribution is `piece`; it ends in `final` (or `piece`)."""
+        num, final = len(self.members), piece if final is None else final
+        wire = self.pool.take(codec.num_bytes(piece.numel(), piece.dtype))
+        apart = arithmetic.narrow or not codec.raw  # the total is not what is sent
+        scratch = self.pool.take(piece.numel() * arithmetic.total_dtype.itemsize) if apart else wire
+        total = PartSum(num, arithmetic, codec, scratch.tensor.view(arithmetic.total_dtype))
+        total.offer(self.me, Contribution(piece, coded=False, release=_nothing))
+
+        def finish() -> Sequence[Outgoing]:
+            if arithmetic.operator is Operator.MEAN:
+                total.total.div_(num)
+            if codec.raw and arithmetic.narrow:
+                # Not the codec's rounding: what overflows must be inf, as in any torch backend.
+                wire.tensor.view(piece.dtype).copy_(total.total)
+            elif apart:
+                codec.encode(total.total, wire.tensor)
+            if apart:
+                self.pool.give(scratch)
+            with torch.no_grad():
+                codec.decode(wire.tensor, final)
+            if not to_all:
+                self.pool.give(wire)
+                return ()
+            return (
+                Outgoing(
+                    to=None,
+                    step=RESULT,
+                    k=k,
+                    num_bytes=wire.tensor.numel(),
+                    prepare=lambda: wire.view,
+                    settled=True,  # the memory is ours, and given back when it has left
+                    release=lambda: self.pool.give(wire),
+                ),
+            )
+
+        dtype = piece.dtype if codec.raw else None
+        return Owned(total, wire.tensor.numel(), dtype, finish)
+
+    def _coded(self, to: int, k: int, piece: Tensor, codec: Codec) -> Outgoing:
+        """A contribution whose arrival its sum will show."""
+        num_bytes = codec.num_bytes(piece.numel(), piece.dtype)
+        if codec.raw:
+            return Outgoing(to, GIVEN, k, num_bytes, lambda: bytes_of(piece), settled=True)
+        wire = self.pool.take(0)
+
+        def prepare() -> memoryview:
+            nonlocal wire
+            wire = self.pool.take(num_bytes)
+            codec.encode(piece, wire.tensor)
+            return wire.view
+
+        return Outgoing(
+            to, GIVEN, k, num_bytes, prepare, settled=True, release=lambda: self.pool.give(wire)
+        )
+
+    def _result(self, piece: Tensor, codec: Codec) -> Target:
+        num_bytes = codec.num_bytes(piece.numel(), piece.dtype)
+        if codec.raw:
+            return Target(num_bytes, into=piece)
+
+        def take(block: Block) -> None:
+            with torch.no_grad():
+                codec.decode(block.tensor, piece)
+
+        return Target(num_bytes, take=take)
+
+    # -- transfers ------------------------------------------------------------------------------
+
+    def broadcast(self, flat: Tensor, root: int) -> Exchange:
+        """Everybody ends with the tensor of `root`."""
+        made = self._new("broadcast", flat, f"from {root}")
+        if root == self.me:
+            self._give(made, None, flat)
+        else:
+            self._expect(made, root, flat)
+        return made
+
+    def all_gather(self, outs: Sequence[Tensor], given: Tensor) -> Exchange:
+        """outs[i] := what member i gave."""
+        made = self._new("all_gather", given)
+        self._give(made, None, given)
+        for place, out in enumerate(outs):
+            self._place(made, place, out, given)
+        return made
+
+    def gather(self, outs: Sequence[Tensor], given: Tensor, root: int) -> Exchange:
+        """At `root`: outs[i] := what member i gave."""
+        made = self._new("gather", given, f"to {root}")
+        if root == self.me:
+            for place, out in enumerate(outs):
+                self._place(made, place, out, given)
+        else:
+            self._give(made, root, given)
+        return made
+
+    def scatter(self, out: Tensor, chunks: Sequence[Tensor], root: int) -> Exchange:
+        """out := the chunk that `root` has for this member."""
+        made = self._new("scatter", out, f"from {root}")
+        if root == self.me:
+            for place, chunk in enumerate(chunks):
+                if place == self.me:
+                    made.last.append(_copier(out, chunk))
+                else:
+                    self._give(made, place, chunk)
+        else:
+            self._expect(made, root, out)
+        return made
+
+    def all_to_all(self, outs: Sequence[Tensor], chunks: Sequence[Tensor]) -> Exchange:
+        """outs[i] := the chunk that member i has for this one. Sizes may differ."""
+        made = self._new("all_to_all", outs[0], numel=False)
+        for turn in range(len(self.members)):
+            place = (self.me + turn) % len(self.members)
+            if place != self.me:
+                self._give(made, place, chunks[place])
+            self._place(made, place, outs[place], chunks[self.me])
+        return made
+
+    def send(self, flat: Tensor, to: int) -> Exchange:
+        """To one member, which receives into as much."""
+        made = self._new("send", flat)
+        self._give(made, to, flat)
+        return made
+
+    def receive(self, flat: Tensor, sender: int) -> Exchange:
+        """From one member."""
+        made = self._new("send", flat)  # both ends are one operation
+        self._expect(made, sender, flat)
+        return made
+
+    def barrier(self) -> Exchange:
+        """Done when everybody has come."""
+        made = Exchange("barrier", self.members, self.me)
+        made.outgoing.append(Outgoing(None, GIVEN, 0, 0, lambda: memoryview(b""), settled=True))
+        for place in range(len(self.members)):
+            if place != self.me:
+                made.targets[place, GIVEN, 0] = Target(0, take=_nothing_of)
+        return made
+
+    def _place(self, made: Exchange, place: int, out: Tensor, own: Tensor) -> None:
+        if place == self.me:
+            made.last.append(_copier(out, own))
+        else:
+            self._expect(made, place, out)
+
+    def _give(self, made: Exchange, to: int | None, flat: Tensor) -> None:
+        for k, start in enumerate(self._starts(flat)):
+            made.outgoing.append(self._plain(to, k, flat[start : start + self._elements(flat)]))
+
+    def _plain(self, to: int | None, k: int, piece: Tensor) -> Outgoing:
+        view = bytes_of(piece)
+        if len(view) <= SMALL_BYTES:  # a copy costs less than waiting until it has left
+            view = memoryview(bytes(view))
+            return Outgoing(to, GIVEN, k, len(view), lambda: view, settled=True)
+        return Outgoing(to, GIVEN, k, len(view), lambda: view, settled=False)
+
+    def _expect(self, made: Exchange, sender: int, flat: Tensor) -> None:
+        for k, start in enumerate(self._starts(flat)):
+            piece = flat[start : start + self._elements(flat)]
+            made.targets[sender, GIVEN, k] = Target(piece.nbytes, into=piece)
+
+    def _elements(self, flat: Tensor) -> int:
+        return max(1, self.part_bytes // flat.itemsize)
+
+    def _starts(self, flat: Tensor) -> Iterator[int]:
+        return iter(range(0, flat.numel(), self._elements(flat)))
+
+    def _new(self, kind: str, flat: Tensor, more: str = "", *, numel: bool = True) -> Exchange:
+        size = f"[{flat.numel()}]" if numel else ""
+        dtype = str(flat.dtype).removeprefix("torch.")
+        return Exchange(f"{kind} {dtype}{size} {more}".strip()[:200], self.members, self.me)
+
+
+def _unless_equal(chunks: Sequence[Tensor]) -> Sequence[Tensor]:
+    return () if len({chunk.numel() for chunk in chunks}) == 1 else chunks
+
+
+def _copier(out: Tensor, given: Tensor):  # noqa: ANN202
+    def copy() -> None:
+        with torch.no_grad():
+            out.view(torch.uint8).copy_(given.view(torch.uint8))
+
+    return copy
+
+
+def _nothing() -> None:
+    pass
+
+
+def _nothing_of(block: Block) -> None:
+    pass

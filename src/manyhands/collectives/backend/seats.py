@@ -1,0 +1,174 @@
+"""Seats: who has which rank. The first peer of the roster decides, once it has heard from all.
+
+A peer that was given a rank is named after it, so that a restarted rank takes the place of its
+predecessor at once. The others get what is left, in order of joining. The number of members must
+be known to at least one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from manyhands.collectives.backend import messages as words
+from manyhands.core.errors import LinkTimeout, PeerGone, Refused, UsageError, WireError
+from manyhands.core.peers import PeerId, PeerState, View
+from manyhands.links.base import Delivery, Link
+from manyhands.links.messages import Ready
+
+log = logging.getLogger(__name__)
+_REPORT_S = 15.0  # how often a peer says for whom it waits
+
+
+@dataclass(frozen=True, slots=True)
+class Seating:
+    """The members in rank order, as the newest view that this peer knows shows them."""
+
+    roster: tuple[PeerId, ...]
+    view: View
+
+
+def assign(order: Sequence[int], hellos: Mapping[int, words.Hello]) -> tuple[int, ...] | str | None:
+    """Ranks for the peers of `order` (incarnations, in order of joining).
+
+    Returns the members in rank order, what is wrong, or None while some have yet to come.
+    """
+    here = [peer for peer in order if peer in hellos]
+    worlds = {hellos[peer].world for peer in here} - {None}
+    if len(worlds) > 1:
+        return f"the peers disagree on world_size: {sorted(w for w in worlds if w is not None)}"
+    if not worlds:
+        return None
+    (world,) = worlds
+    assert world is not None
+    seats: dict[int, int] = {}
+    for peer in here:
+        rank = hellos[peer].rank
+        if rank is None:
+            continue
+        if rank >= world:
+            return f"rank {rank} was given, but world_size is {world}: ranks count from 0"
+        if rank in seats:
+            return f"rank {rank} was given to two peers"
+        seats[rank] = peer
+    free = (rank for rank in range(world) if rank not in seats)
+    for peer in here:
+        if hellos[peer].rank is None and len(seats) < world:
+            seats[next(free)] = peer
+    if len(seats) < world:
+        return None
+    return tuple(seats[rank] for rank in range(world))
+
+
+@dataclass
+class _Table:
+    """What this peer has heard so far."""
+
+    link: Link
+    mine: words.Hello
+    view: View | None = None
+    lead: PeerId | None = None
+    told_cut: object = None
+    hellos: dict[int, words.Hello] = field(default_factory=dict[int, words.Hello])
+
+    def see(self, view: View) -> None:
+        self.view = view
+        active = view.peers(PeerState.ACTIVE)
+        if self.link.me not in active:
+            return
+        lead = active[0]
+        # A cut may have lost what was said: say it again.
+        if lead != self.lead or view.cut != self.told_cut:
+            self.lead, self.told_cut = lead, view.cut
+            if lead == self.link.me:
+                self.hellos[lead.incarnation] = self.mine
+            else:
+                try:
+                    self.link.send(lead, words.encode(self.mine))
+                except PeerGone:
+                    self.lead = None  # the next view names another
+
+    def decide(self) -> tuple[int, ...] | str | None:
+        if self.view is None or self.lead != self.link.me:
+            return None
+        order = [peer.incarnation for peer in self.view.peers(PeerState.ACTIVE)]
+        return assign(order, self.hellos)
+
+    def missing(self) -> str:
+        if self.lead is None or self.lead != self.link.me:
+            return f"the word of {self.lead or 'the first peer'}, which seats the members"
+        world = next((h.world for h in self.hellos.values() if h.world is not None), None)
+        if world is None:
+            return "a peer that knows world_size; none of those here does"
+        taken = {hello.rank for hello in self.hellos.values()} - {None}
+        if len(taken) == len(self.hellos):
+            return f"ranks {', '.join(str(r) for r in range(world) if r not in taken)}"
+        return f"{world - len(self.hellos)} more peers"
+
+
+def take_seat(link: Link, rank: int | None, world: int | None, timeout_s: float) -> Seating:
+    """Meet the others. Raises Refused (and why), LinkTimeout naming who is missing, LinkError."""
+    if rank is not None and world is not None and rank >= world:
+        raise UsageError(f"rank {rank} of a world of {world}: ranks count from 0")
+    table = _Table(link, words.Hello(rank, world))
+    link.tell(Ready())
+    deadline = time.monotonic() + timeout_s
+    report_s = time.monotonic() + _REPORT_S
+    while True:
+        now_s = time.monotonic()
+        if now_s > deadline:
+            raise LinkTimeout(table.missing(), timeout_s, hint="are they started, with this URL?")
+        if now_s > report_s:
+            report_s = now_s + _REPORT_S
+            log.warning("waiting for %s", table.missing())
+        try:
+            event = link.receive(min(deadline, report_s) - now_s + 0.01)
+        except LinkTimeout:
+            continue
+        members: tuple[int, ...] | None = None
+        match event:
+            case View():
+                table.see(event)
+            case Delivery():
+                members = _heard(table, event)
+            case _:
+                continue
+        decided = table.decide()
+        if isinstance(decided, str):
+            link.send(None, words.encode(words.Refusal(decided)))
+            link.flush(5.0)
+            raise Refused("seats", decided)
+        if decided is not None:
+            link.send(None, words.encode(words.Seats(decided)))
+            members = decided
+        if members is not None:
+            return _seated(table, members)
+
+
+def _heard(table: _Table, delivery: Delivery) -> tuple[int, ...] | None:
+    try:
+        word = words.decode(delivery.message)
+    except WireError:
+        return None  # another kind of run; the seats will not be filled, and the error says so
+    match word:
+        case words.Hello():
+            table.hellos[delivery.sender.incarnation] = word
+        case words.Seats() if delivery.sender == table.lead:
+            return word.members
+        case words.Refusal():
+            raise Refused("seats", word.reason)
+        case _:
+            pass
+    return None
+
+
+def _seated(table: _Table, members: tuple[int, ...]) -> Seating:
+    assert table.view is not None
+    names = {m.peer.incarnation: m.peer for m in table.view.roster}
+    if table.link.me.incarnation not in members:
+        raise Refused("seats", f"all {len(members)} ranks are taken")
+    if any(member not in names for member in members):
+        raise Refused("seats", "a member left while the ranks were given out")
+    return Seating(tuple(names[member] for member in members), table.view)

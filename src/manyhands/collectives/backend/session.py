@@ -1,0 +1,127 @@
+"""Session: what all process groups of one `init_process_group` share."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+import torch
+
+from manyhands.collectives.backend import messages as words
+from manyhands.collectives.backend.seats import take_seat
+from manyhands.collectives.backend.store import Clerk, Keeper, MeetingStore
+from manyhands.collectives.backend.team import Placement, Team
+from manyhands.collectives.backend.work import Completer
+from manyhands.core.errors import AddressError, SettingsError
+from manyhands.core.settings import find_meeting_point
+from manyhands.links.base import LinkSettings, dial, new_peer
+
+
+class Session:
+    """A link, its team, the store, and the threads that complete operations."""
+
+    def __init__(
+        self, url: str | None, rank: int | None, world: int | None, timeout_s: float
+    ) -> None:
+        name = None if rank is None else f"rank-{rank}"
+        point = find_meeting_point(url, run=None, name=name, environ=os.environ)
+        if point.address.run is None:
+            raise AddressError(
+                f"{point.address} names no run",
+                hint="add it to the address, or set MANYHANDS_RUN",
+            )
+        placement = Placement()
+        link = dial(point.address, new_peer(point.name), LinkSettings(), placement)
+        try:
+            seating = take_seat(link, rank, world, timeout_s)
+        except BaseException:
+            link.close()
+            raise
+        self.timeout_s = timeout_s
+        self.keeper = Keeper()
+        self.clerk = Clerk(self._post, link.terms.part_bytes)
+        self.team = Team(link, seating.roster, seating.view, other_words=self._heard)
+        placement.team = self.team
+        self.rank, self.world = self.team.rank, len(seating.roster)
+        self.store = MeetingStore(self.clerk, timeout_s, self)
+        self.completer = Completer(str(link.me))
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self.team.start_reading()
+        # Threads that live on into the end of the interpreter abort the process.
+        atexit.register(self.close)
+
+    def stream_for(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream that copies to and from this device."""
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            return self._streams[device]
+
+    def close(self) -> None:
+        """Leave the run. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        self.team.close()
+        self.completer.close()
+
+    # -- the store ------------------------------------------------------------------------------
+
+    def _post(self, word: words.Word, buffers: Sequence[memoryview]) -> None:
+        if self.rank != 0:
+            return self.team.send(0, word, buffers)
+        assert isinstance(word, words.Ask)
+        return self._serve(0, word, bytes(buffers[0]) if buffers else b"")
+
+    def _heard(self, rank: int, word: words.Any, buffers: Sequence[memoryview]) -> None:
+        value = bytes(buffers[0]) if buffers else b""
+        match word:
+            case words.Ask():
+                self._serve(rank, word, value)
+            case words.Answer():
+                self.clerk.answered(word, value)
+            case words.Failed():
+                self.clerk.failed(word.reason)
+            case _:
+                pass  # late words of the seating
+
+    def _serve(self, rank: int, ask: words.Ask, value: bytes) -> None:
+        def reply(number: int, answer: bytes, error: str) -> None:
+            word = words.Answer(ask.id, int(number), error)
+            if rank == 0:
+                self.clerk.answered(word, answer)
+            else:
+                self.team.send(rank, word, [memoryview(answer)])
+
+        self.keeper.ask(ask, value, reply)
+
+
+def open_session(url: str, timeout: timedelta) -> Session:
+    """From what torch hands to a rendezvous: a URL with `rank` and `world_size` in its query."""
+    parts = urlsplit(url)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    given = dict(query)
+    rest = urlencode([(k, v) for k, v in query if k not in ("rank", "world_size")])
+    plain = urlunsplit(parts._replace(query=rest))
+    rank = _number("rank", given.get("rank"), "RANK")
+    world = _number("world_size", given.get("world_size"), "WORLD_SIZE")
+    return Session(plain or None, rank, world, timeout.total_seconds())
+
+
+def _number(name: str, given: str | None, variable: str) -> int | None:
+    """From the caller, then from torchrun's environment, else None: the meeting point decides."""
+    text = given if given not in (None, "-1") else os.environ.get(variable)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise SettingsError(f"{name} is {text!r}", hint=f"a number; see {variable} too") from None

@@ -1,0 +1,211 @@
+"""MeetingStore: torch's key-value store, kept by rank 0 and reached over the team's link.
+
+torch gives every process group a store and uses it for small things: barriers, names, addresses.
+This one needs no port to be open. Values are bytes and stay bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from manyhands.collectives.backend import messages as words
+from manyhands.core.errors import LinkTimeout, ManyhandsError, UsageError
+
+_MAX_KEYS = 1024  # of one call
+Reply = Callable[[int, bytes, str], None]  # number, value, error
+
+
+@dataclass
+class Keeper:
+    """The store itself. Answers now, or when the keys that are waited for have come."""
+
+    _values: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    _waiting: list[tuple[words.Ask, Reply]] = field(
+        default_factory=list[tuple[words.Ask, Reply]]
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, ask: words.Ask, value: bytes, reply: Reply) -> None:
+        """Carry out one request."""
+        answers: list[tuple[Reply, tuple[int, bytes, str]]] = []
+        with self._lock:
+            if ask.verb in ("get", "wait") and not all(k in self._values for k in ask.keys):
+                self._waiting.append((ask, reply))
+                return
+            answers.append((reply, self._do(ask, value)))
+            still: list[tuple[words.Ask, Reply]] = []
+            for other, other_reply in self._waiting:
+                if all(k in self._values for k in other.keys):
+                    answers.append((other_reply, self._do(other, b"")))
+                else:
+                    still.append((other, other_reply))
+            self._waiting = still
+        for answer, result in answers:
+            answer(*result)
+
+    def _do(self, ask: words.Ask, value: bytes) -> tuple[int, bytes, str]:
+        values, key = self._values, ask.keys[0] if ask.keys else ""
+        match ask.verb:
+            case "set":
+                values[key] = value
+            case "get":
+                return 0, values[key], ""
+            case "add":
+                try:
+                    number = int(values.get(key, b"0")) + ask.amount
+                except ValueError:
+                    return 0, b"", f"key {key!r} does not hold a number"
+                values[key] = str(number).encode()
+                return number, b"", ""
+            case "append":
+                values[key] = values.get(key, b"") + value
+            case "compare_set":
+                # As torch's own stores do: a key that is not there is set if "" was expected.
+                old = values.get(key)
+                if old == ask.expected or (old is None and not ask.expected):
+                    values[key] = value
+                return 0, values.get(key, ask.expected), ""
+            case "check":
+                return all(k in values for k in ask.keys), b"", ""
+            case "delete":
+                return values.pop(key, None) is not None, b"", ""
+            case "count":
+                return len(values), b"", ""
+            case "wait":
+                return 0, b"", ""
+            case _:
+                return 0, b"", f"a store has no {ask.verb!r}"
+        return 0, b"", ""
+
+
+Post = Callable[[words.Word, Sequence[memoryview]], None]
+
+
+class Clerk:
+    """Asks the keeper and waits for the answer; one for each member. Thread-safe."""
+
+    def __init__(self, post: Post, value_bytes: int) -> None:
+        self._post, self._value_bytes = post, value_bytes
+        self._ids = itertools.count(1)
+        self._changed = threading.Condition()
+        self._answers: dict[int, tuple[int, bytes, str]] = {}
+        self._open: set[int] = set()
+        self._error = ""
+
+    def ask(
+        self,
+        verb: str,
+        keys: Sequence[str],
+        timeout_s: float,
+        *,
+        value: bytes = b"",
+        amount: int = 0,
+        expected: bytes = b"",
+    ) -> tuple[int, bytes]:
+        """Raises LinkTimeout (with the keys), UsageError, or what ended the team."""
+        if len(value) > self._value_bytes or len(keys) > _MAX_KEYS:
+            raise UsageError(
+                f"{len(value)} bytes for {len(keys)} keys; a store takes {self._value_bytes} "
+                f"bytes for at most {_MAX_KEYS} at a time"
+            )
+        call = next(self._ids)
+        with self._changed:
+            self._open.add(call)
+        self._post(words.Ask(call, verb, tuple(keys), amount, expected), [memoryview(value)])
+        with self._changed:
+            came = self._changed.wait_for(lambda: call in self._answers or self._error, timeout_s)
+            self._open.discard(call)
+            if not came:
+                raise LinkTimeout(f"the store's answer to {verb} {', '.join(keys)}", timeout_s)
+            if call not in self._answers:
+                raise ManyhandsError(f"the store is gone: {self._error}")
+            number, answer, error = self._answers.pop(call)
+        if error:
+            raise UsageError(error)
+        return number, answer
+
+    def answered(self, answer: words.Answer, value: bytes) -> None:
+        """The keeper has answered."""
+        with self._changed:
+            if answer.id in self._open:
+                self._answers[answer.id] = (answer.number, value, answer.error)
+                self._changed.notify_all()
+
+    def failed(self, reason: str) -> None:
+        """There is no keeper any more."""
+        with self._changed:
+            self._error = reason or "the team has ended"
+            self._changed.notify_all()
+
+
+class MeetingStore(dist.Store):
+    """The store of a group, as torch wants it."""
+
+    def __init__(self, clerk: Clerk, timeout_s: float, owner: object) -> None:
+        super().__init__()
+        self._clerk, self._seconds = clerk, timeout_s
+        self.owner = owner  # what this store lives with: the way back from a store to its team
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._clerk.ask("set", [key], self._seconds, value=_bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._clerk.ask("get", [key], self._seconds)[1]
+
+    def add(self, key: str, value: int) -> int:
+        return self._clerk.ask("add", [key], self._seconds, amount=value)[0]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._clerk.ask("append", [key], self._seconds, value=_bytes(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._clerk.ask(
+            "compare_set", [key], self._seconds, value=_bytes(desired), expected=_bytes(expected)
+        )[1]
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._clerk.ask("check", keys, self._seconds)[0])
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._clerk.ask("delete", [key], self._seconds)[0])
+
+    def num_keys(self) -> int:
+        return self._clerk.ask("count", [], self._seconds)[0]
+
+    def clone(self) -> dist.Store:
+        return self
+
+    # Through a PrefixStore torch looks these two up by their C++ names.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        self._clerk.ask("wait", keys, seconds)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._seconds)
+
+
+def _bytes(value: str | bytes | Sequence[int]) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,506 @@
+"""Team: a fixed roster over a link, and the operations that its members carry out together.
+
+    any thread ── start ──► exchanges ──► courier ──► link
+    link's reader ── place ──► memory of the tensors, or a block
+    team's reader ◄── receive ── link;  adds up, passes results on, calls `done`
+
+A death is an error on every member: the exchanges that are under way end with an error that names
+the peer and the operation, and so does every later one. The link is closed before anybody is told,
+so that nothing is written any more into memory that its owner has back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from manyhands.collectives.backend import messages as words
+from manyhands.collectives.backend.exchange import GIVEN, Exchange, Key, Outgoing, Target
+from manyhands.collectives.courier import Courier, Letter
+from manyhands.collectives.flow import Accounts
+from manyhands.collectives.pool import Block, Pool
+from manyhands.collectives.reduction import Contribution
+from manyhands.collectives.threads import start_thread
+from manyhands.core.errors import (
+    LinkError,
+    LinkTimeout,
+    ManyhandsError,
+    PeerGone,
+    UsageError,
+    WireError,
+)
+from manyhands.core.peers import PeerId, View
+from manyhands.links.base import Delivery, Gap, Link
+from manyhands.links.messages import Gone, Leaving
+from manyhands.wire.tensors import verify_received, writable_bytes_of
+
+log = logging.getLogger(__name__)
+
+AHEAD_BYTES = 64 << 20  # what all others together may make a slow member hold
+_STALL_S = 60.0  # an operation that waits this long is reported, once
+_TICK_S = 1.0  # how often deadlines are looked at
+_PARTING_S = 10.0  # for what is still on its way when a member leaves
+
+
+class TeamFailed(LinkError):
+    """The team cannot go on: a member is gone, or messages are."""
+
+
+class GaveUp(TeamFailed):
+    """Another member said that it cannot go on."""
+
+
+class _Early(NamedTuple):
+    sender: int
+    piece: words.Piece
+    block: Block
+
+
+class Placement:
+    """What a link asks where to put the buffers of a message, before and after there is a team."""
+
+    def __init__(self) -> None:
+        self.team: Team | None = None
+
+    def __call__(
+        self, sender: PeerId, message: bytes, sizes: tuple[int, ...]
+    ) -> Sequence[memoryview] | None:
+        return None if self.team is None else self.team.place(sender, message, sizes)
+
+
+class Team:
+    """Thread-safe. `close` says goodbye and joins all threads."""
+
+    def __init__(
+        self,
+        link: Link,
+        roster: Sequence[PeerId],
+        view: View,
+        *,
+        other_words: Callable[[int, words.Any, Sequence[memoryview]], None],
+    ) -> None:
+        self.link, self.roster = link, tuple(roster)
+        self.rank = self.roster.index(link.me)
+        self.pool = Pool(link.terms.part_bytes, keep_blocks=32)
+        self._other_words = other_words
+        self._ranks = {peer.incarnation: rank for rank, peer in enumerate(self.roster)}
+        self._lock = threading.RLock()  # guards everything below
+        self._running: dict[Key, Exchange] = {}
+        self._early: dict[Key, list[_Early]] = {}
+        self._shown_early: dict[Key, set[int]] = {}
+        self._held: list[tuple[Exchange, Outgoing]] = []
+        self._placed: dict[tuple[int, bytes], tuple[Target | None, Block | None]] = {}
+        self._accounts = Accounts(len(self.roster), AHEAD_BYTES)
+        self._parted: set[int] = set()
+        self._view = view
+        self._error: ManyhandsError | None = None
+        self._closing = False
+        self._any: list[tuple[dict[int, int], Callable[[int], None]]] = []
+        self._courier = Courier(link, self._fail)
+        self._reader: threading.Thread | None = None
+
+    def start_reading(self) -> None:
+        """Begin to serve what arrives; once, when whoever needs it knows this team."""
+        self._reader = start_thread(self._read, f"team {self.link.me}")
+
+    # -- operations -----------------------------------------------------------------------------
+
+    def start(
+        self,
+        exchange: Exchange,
+        key: Key,
+        timeout_s: float,
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        """Carry it out. `done` is called once, on a thread of the team's or on this one."""
+        exchange.key, exchange.done = key, done
+        exchange.started_s = time.monotonic()
+        exchange.deadline_s = exchange.started_s + timeout_s
+        with self._lock:
+            error = self._error or self._missing(exchange)
+            if error is None:
+                self._running[key] = exchange
+                exchange.shown = self._shown_early.pop(key, set())
+                for outgoing in exchange.outgoing:
+                    exchange.unsettled += not outgoing.settled
+                    self._push(exchange, outgoing)
+                try:
+                    for early in self._early.pop(key, ()):
+                        self._use(exchange, early.sender, early.piece, early.block)
+                except ManyhandsError as came:
+                    error = came
+                else:
+                    self._say_here(exchange)
+                    self._check_done(exchange)
+        if error is not None:
+            if exchange.key in self._running:
+                self._fail(error)
+            else:
+                done(_told(error, exchange, self.roster))
+
+    def send(self, rank: int, word: words.Word, buffers: Sequence[memoryview] = ()) -> None:
+        """A word to one member, for whoever shares this team's link."""
+        self._courier.post(Letter(self.roster[rank], words.encode(word), buffers), urgent=True)
+
+    def on_any(self, streams: dict[int, int], take: Callable[[int], None]) -> None:
+        """Call `take(stream)` once, when data has come on one of `streams` at its next number."""
+        with self._lock:
+            for key in self._early:
+                if streams.get(key.stream) == key.seq:
+                    take(key.stream)
+                    return
+            self._any.append((streams, take))
+
+    def _missing(self, exchange: Exchange) -> ManyhandsError | None:
+        gone = [self.roster[rank] for rank in exchange.members if rank in self._parted]
+        return PeerGone(gone[0]) if gone else None
+
+    # -- sending --------------------------------------------------------------------------------
+
+    def _push(self, exchange: Exchange, outgoing: Outgoing) -> None:
+        """Send now, or hold it back until its readers have use for it."""
+        ready = [self._may_send(exchange, place) for place in self._readers(exchange, outgoing)]
+        if all(ready):
+            self._post(exchange, outgoing)
+        else:
+            self._held.append((exchange, outgoing))
+
+    def _readers(self, exchange: Exchange, outgoing: Outgoing) -> list[int]:
+        if outgoing.to is not None:
+            return [outgoing.to]
+        return [place for place in range(len(exchange.members)) if place != exchange.me]
+
+    def _may_send(self, exchange: Exchange, place: int) -> bool:
+        rank = exchange.members[place]
+        return rank in exchange.shown or self._accounts.sending[rank].may_send()
+
+    def _push_held(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            for exchange, outgoing in held:
+                self._push(exchange, outgoing)
+
+    def _post(self, exchange: Exchange, outgoing: Outgoing) -> None:
+        readers = self._readers(exchange, outgoing)
+        for place in readers:
+            self._accounts.sending[exchange.members[place]].sent += outgoing.num_bytes
+        word = words.Piece(*exchange.key, exchange.form, outgoing.step, outgoing.k)
+        message = words.encode(word)
+        urgent = outgoing.step != GIVEN
+        # The meeting point copies to all of a run; to some of them, each is written to.
+        to_all = outgoing.to is None and len(exchange.members) == len(self.roster)
+        addresses = [None] if to_all else [self.roster[exchange.members[p]] for p in readers]
+        left = len(addresses)
+        prepared: list[memoryview] = []
+
+        def buffers() -> Sequence[memoryview]:
+            if not prepared:
+                prepared.append(outgoing.prepare())
+            return prepared
+
+        def sent() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                if outgoing.release is not None:
+                    outgoing.release()
+                if not outgoing.settled:
+                    with self._lock:
+                        exchange.unsettled -= 1
+                        self._check_done(exchange)
+
+        confirm = sent if outgoing.release is not None or not outgoing.settled else None
+        for address in addresses:
+            self._courier.post(Letter(address, message, buffers, confirm), urgent=urgent)
+
+    def _say_here(self, exchange: Exchange) -> None:
+        for rank in exchange.waits_for():
+            if self._accounts.receiving[rank].full:
+                self.send(rank, words.Here(*exchange.key))
+
+    # -- receiving ------------------------------------------------------------------------------
+
+    def place(
+        self, sender: PeerId, message: bytes, sizes: tuple[int, ...]
+    ) -> Sequence[memoryview] | None:
+        """Where the buffer of a message goes; asked on the link's thread."""
+        if len(sizes) != 1:
+            return None
+        try:
+            word = words.decode(message)
+        except WireError:
+            return None  # the reader will say what is wrong with it
+        rank = self._ranks.get(sender.incarnation)
+        if not isinstance(word, words.Piece) or rank is None:
+            return None
+        with self._lock:
+            if self._error is not None:
+                return None
+            exchange = self._running.get(Key(word.stream, word.seq))
+            target = None
+            if exchange is not None and exchange.form == word.form and rank in exchange.members:
+                spot = (exchange.members.index(rank), word.step, word.k)
+                target = exchange.targets.get(spot)
+            if target is not None and target.into is not None and target.num_bytes == sizes[0]:
+                self._placed[rank, message] = (target, None)
+                return [writable_bytes_of(target.into)]
+            block = self.pool.take(sizes[0])
+            self._placed[rank, message] = (None, block)
+            return [block.view]
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._check_deadlines()
+                try:
+                    event = self.link.receive(_TICK_S)
+                except LinkTimeout:
+                    continue
+                match event:
+                    case Delivery():
+                        self._deliver(event)
+                    case View():
+                        self._see(event)
+                    case Gap():
+                        raise TeamFailed("messages for this member were lost on their way")
+        except ManyhandsError as error:
+            self._fail(error)
+
+    def _deliver(self, delivery: Delivery) -> None:
+        rank = self._ranks.get(delivery.sender.incarnation)
+        if rank is None:
+            return  # a stranger in the run: it is told so by the seating
+        word = words.decode(delivery.message)
+        match word:
+            case words.Piece():
+                self._take_piece(rank, word, delivery)
+            case words.Here():
+                with self._lock:
+                    key = Key(word.stream, word.seq)
+                    exchange = self._running.get(key)
+                    if exchange is None:
+                        self._shown_early.setdefault(key, set()).add(rank)
+                    else:
+                        exchange.shown.add(rank)
+                        self._push_held()
+            case words.Taken():
+                with self._lock:
+                    account = self._accounts.sending[rank]
+                    account.taken = max(account.taken, word.total)
+                    self._push_held()
+            case words.Goodbye():
+                with self._lock:
+                    self._parted.add(rank)
+                    self._check_waiting()
+            case words.Failed():
+                raise GaveUp(f"rank {rank} ({self.roster[rank]}) gave up: {word.reason}")
+            case _:
+                self._other_words(rank, word, delivery.buffers)
+
+    def _take_piece(self, rank: int, piece: words.Piece, delivery: Delivery) -> None:
+        (buffer,) = delivery.buffers
+        key = Key(piece.stream, piece.seq)
+        with self._lock:
+            if self._error is not None:
+                return
+            target, block = self._placed.pop((rank, delivery.message), (None, None))
+            account = self._accounts.receiving[rank]
+            account.came += buffer.nbytes
+            exchange = self._running.get(key)
+            if exchange is None:
+                if block is None:
+                    block = self.pool.take(buffer.nbytes)
+                    block.view[:] = buffer
+                self._early.setdefault(key, []).append(_Early(rank, piece, block))
+                self._shown_early.setdefault(key, set()).add(rank)
+                self._match_any(key)
+                if account.full:
+                    for waiting in self._running.values():
+                        if rank in waiting.waits_for():
+                            self.send(rank, words.Here(*waiting.key))
+                return
+            if rank not in exchange.shown:
+                exchange.shown.add(rank)
+                self._push_held()
+            if target is None and block is None:
+                block = self.pool.take(buffer.nbytes)
+                block.view[:] = buffer
+            self._use(exchange, rank, piece, block)
+            self._check_done(exchange)
+
+    def _match_any(self, key: Key) -> None:
+        for waiting in self._any:
+            if waiting[0].get(key.stream) == key.seq:
+                self._any.remove(waiting)
+                waiting[1](key.stream)
+                return
+
+    def _use(self, exchange: Exchange, rank: int, piece: words.Piece, block: Block | None) -> None:
+        """Put a piece to use: a block, or (None) what has been received in its place."""
+        if piece.form != exchange.form:
+            raise TeamFailed(
+                f"rank {rank} ({self.roster[rank]}) runs `{piece.form}` where this rank runs "
+                f"`{exchange.form}`",
+                hint="all members of a group must call the same operations in the same order",
+            )
+        place = exchange.members.index(rank)
+        owned = exchange.owned.get(piece.k) if piece.step == GIVEN else None
+        if owned is not None and block is not None and block.tensor.numel() == owned.num_bytes:
+            num_bytes = owned.num_bytes
+            release = _giver(self.pool, block)
+            values = block.tensor if owned.dtype is None else block.tensor.view(owned.dtype)
+            if owned.total.offer(place, Contribution(values, owned.dtype is None, release)):
+                del exchange.owned[piece.k]
+                for outgoing in owned.finish():
+                    exchange.unsettled += not outgoing.settled
+                    self._push(exchange, outgoing)
+        else:
+            target = exchange.targets.pop((place, piece.step, piece.k), None)
+            if target is None or (block and block.tensor.numel() != target.num_bytes):
+                size = "no bytes" if target is None else f"{target.num_bytes} bytes"
+                raise TeamFailed(
+                    f"rank {rank} ({self.roster[rank]}) sent piece {piece.k} of "
+                    f"`{exchange.form}`; this rank expects {size} there",
+                    hint="sizes given to one operation must agree between its members",
+                )
+            num_bytes = target.num_bytes
+            if block is not None:
+                if target.take is not None:
+                    target.take(block)
+                elif target.into is not None:
+                    writable_bytes_of(target.into)[:] = block.view
+                self.pool.give(block)
+            if target.into is not None:
+                verify_received(target.into)
+        told = self._accounts.receiving[rank].use(num_bytes)
+        if told is not None:
+            self.send(rank, words.Taken(told))
+
+    def _check_done(self, exchange: Exchange) -> None:
+        if exchange.arrived and not exchange.unsettled and self._running.get(exchange.key):
+            if any(held is exchange for held, _ in self._held):
+                return
+            del self._running[exchange.key]
+            for act in exchange.last:
+                act()
+            exchange.done(None)
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def _see(self, view: View) -> None:
+        with self._lock:
+            before, self._view = self._view, view
+            lost = [
+                rank
+                for rank, peer in enumerate(self.roster)
+                if view.member(peer.incarnation) is None
+            ]
+            unexpected = [rank for rank in lost if rank not in self._parted]
+            # A goodbye explains a cut: whoever said it had nothing left to send.
+            explained = any(before.member(self.roster[rank].incarnation) for rank in lost)
+        if unexpected:
+            names = ", ".join(f"rank {rank} ({self.roster[rank]})" for rank in unexpected)
+            raise TeamFailed(
+                f"{names} is gone: it ended, or its lease did",
+                hint="restart the group; from a checkpoint if there is one",
+            )
+        if view.cut != before.cut and not explained:
+            raise TeamFailed(
+                "the meeting point lost messages of this run (a restart, or a broken connection)",
+                hint="restart the group; from a checkpoint if there is one",
+            )
+
+    def _check_waiting(self) -> None:
+        """Whoever said goodbye sends nothing more: does anybody here wait for it?"""
+        for exchange in self._running.values():
+            for rank in exchange.waits_for():
+                if rank in self._parted:
+                    raise TeamFailed(
+                        f"rank {rank} ({self.roster[rank]}) left the group while `{exchange.form}` "
+                        "waits for it"
+                    )
+
+    def _check_deadlines(self) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            for exchange in self._running.values():
+                if now_s > exchange.deadline_s:
+                    waited = ", ".join(
+                        f"rank {rank} ({self.roster[rank]})" for rank in exchange.waits_for()
+                    )
+                    raise TeamFailed(
+                        f"`{exchange.form}` was not finished after "
+                        f"{now_s - exchange.started_s:.0f} s: no data from {waited or 'nobody'}",
+                        hint="they are alive but have not called it; or raise the group's timeout",
+                    )
+                if exchange.started_s and now_s - exchange.started_s > _STALL_S:
+                    exchange.started_s = 0.0
+                    log.warning(
+                        "`%s` (number %d of its group) has waited %.0f s for ranks %s",
+                        *(exchange.form, exchange.key.seq, _STALL_S, exchange.waits_for()),
+                    )
+
+    def _fail(self, error: ManyhandsError) -> None:
+        """Nothing works from here on. Tells the others why, closes the link, then tells us."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+        # What the link says, the others hear from theirs.
+        if not isinstance(error, GaveUp) and (
+            isinstance(error, TeamFailed) or not isinstance(error, LinkError)
+        ):
+            with contextlib.suppress(ManyhandsError):
+                self.link.send(None, words.encode(words.Failed(str(error)[:1000])), timeout_s=1.0)
+                self.link.flush(1.0)
+        self.link.close()
+        with self._lock:
+            running, self._running = list(self._running.values()), {}
+            self._early.clear()
+            self._held.clear()
+            self._any.clear()
+        self._other_words(self.rank, words.Failed(str(error)[:1000]), ())
+        for exchange in running:
+            exchange.done(_told(error, exchange, self.roster))
+
+    @property
+    def error(self) -> ManyhandsError | None:
+        """What ended the team, if anything has."""
+        return self._error
+
+    def close(self) -> None:
+        """Leave in peace: finish what is on its way, say goodbye, join all threads. Idempotent."""
+        with self._lock:
+            first, self._closing = not self._closing, True
+            failed = self._error is not None
+        if first and not failed:
+            self._courier.post(Letter(None, words.encode(words.Goodbye())))
+            self._courier.drain(_PARTING_S)
+            with contextlib.suppress(ManyhandsError):
+                self.link.tell(Leaving())
+                self.link.tell(Gone(self._view.cut))
+                self.link.flush(1.0)
+        self.link.close()
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join()
+        self._courier.close()
+
+
+def _giver(pool: Pool, block: Block) -> Callable[[], None]:
+    return lambda: pool.give(block)
+
+
+def _told(error: ManyhandsError, exchange: Exchange, roster: Sequence[PeerId]) -> ManyhandsError:
+    """The error for one operation: what it was, and who was waited for."""
+    if isinstance(error, UsageError):
+        return error
+    ranks = exchange.waits_for()
+    waited = f", waiting for ranks {', '.join(map(str, ranks))}" if ranks else ""
+    number = exchange.key.seq
+    told = TeamFailed(f"`{exchange.form}` (number {number} of its group{waited}) failed: {error}")
+    told.__cause__ = error
+    return told

@@ -1,0 +1,92 @@
+"""Bank: what this peer has computed of a round, until the round is committed.
+
+The tensors of the first pass are lent to the bank and sent from where they are; those of later
+passes are added to them. They stay as they are while anybody may still ask for them: an attempt
+that a death has made void is repeated with the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.collectives.codecs import Codec, Feedback, codec_for
+from manyhands.collectives.layout import Layout
+from manyhands.collectives.pool import Pool
+from manyhands.wire.tensors import bytes_of
+
+Coded = tuple[Sequence[memoryview], Callable[[], None]]
+
+
+class Bank:
+    """One round's contribution of this peer. The engine's lock guards it."""
+
+    def __init__(self, layout: Layout, wire: str, pool: Pool) -> None:
+        self._layout, self._pool = layout, pool
+        self.codecs: tuple[Codec, ...] = tuple(codec_for(wire, p.dtype) for p in layout.parts)
+        # What int8 leaves out is too much to lose; the halves' rounding is noise of no bias.
+        parts = [(part.numel, part.dtype) for part in layout.parts]
+        self.feedback = Feedback(wire, parts) if wire == "int8" else None
+        self._flats: list[Tensor] | None = None
+        self.weight = 0.0
+        self.generation = 0  # grows when what was computed does not count any more
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no values: a contribution of weight 0."""
+        return self._flats is None
+
+    def num_bytes(self, k: int) -> int:
+        """Of a contribution to part k on the wire; an empty bank sends none."""
+        part = self._layout.parts[k]
+        return 0 if self.empty else self.codecs[k].num_bytes(part.numel, part.dtype)
+
+    def lend(self, flats: list[Tensor], weight: float) -> None:
+        """Take in a pass: weighted sums. The tensors of the first are kept, not copied."""
+        if self._flats is None:
+            self._flats = flats
+        else:
+            with torch.no_grad():
+                for mine, more in zip(self._flats, flats, strict=True):
+                    mine.add_(more)
+        self.weight += weight
+
+    def clear(self) -> None:
+        """Nothing in here counts; a pass that is under way will not either."""
+        self._flats, self.weight = None, 0.0
+        self.generation += 1
+
+    def values(self, k: int) -> Tensor:
+        """Part k as one flat tensor; a copy if it spans several."""
+        assert self._flats is not None
+        slices = self._layout.slices(k, self._flats)
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+    def coded(self, k: int) -> Coded:
+        """Part k as it travels, and what to call when it has left."""
+        assert self._flats is not None
+        codec = self.codecs[k]
+        if codec.raw:
+            return [bytes_of(piece) for piece in self._layout.slices(k, self._flats)], _nothing
+        block = self._pool.take(self.num_bytes(k))
+        self.encode(k, block.tensor)
+        return [block.view], lambda: self._pool.give(block)
+
+    def encode(self, k: int, wire: Tensor) -> None:
+        """Part k as bytes of its codec."""
+        if self.feedback is not None:
+            self.feedback.encode(k, self.values(k), wire)
+        else:
+            self.codecs[k].encode(self.values(k), wire)
+
+    def committed(self) -> None:
+        """The round counts, and with it what the codec has left out."""
+        if self.feedback is not None:
+            self.feedback.commit()
+        self.clear()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,71 @@
+"""Flow: how far a member may run ahead of another. Pure.
+
+Whoever is slow must hold what the fast ones send it. Link windows do not bound that: a reader takes
+messages at once, so that no operation waits behind another one's data. So each sender has an
+*allowance* for each reader: bytes that the reader has not yet put to use. Beyond it a message is
+held back by its sender, unless the reader has *shown* that it is at work on that very operation.
+
+    sender                                   reader
+    sent - taken < allowance, or shown?  ──► holds bytes until its own operation starts
+    held otherwise                       ◄── Taken(total), a quarter of the allowance at a time
+                                         ◄── Here(operation), when it holds half and waits for more
+
+A reader that holds nothing says nothing. One that waits for held-back data holds at least three
+quarters of the sender's allowance (all but what it has not told), so it does say Here: no deadlock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Sending:
+    """One sender's account with one reader."""
+
+    allowance: int
+    sent: int = 0
+    taken: int = 0
+
+    def may_send(self) -> bool:
+        """Whether a message for an operation that the reader has not shown may leave."""
+        return self.sent - self.taken < self.allowance
+
+
+@dataclass(slots=True)
+class Receiving:
+    """One reader's account with one sender."""
+
+    allowance: int
+    came: int = 0
+    used: int = 0
+    told: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits here that the sender may be holding back."""
+        return self.came - self.used >= self.allowance // 2
+
+    def use(self, num_bytes: int) -> int | None:
+        """These bytes have been put to use; returns the total to tell the sender, if it is due."""
+        self.used += num_bytes
+        if self.used - self.told < self.allowance // 4:
+            return None
+        self.told = self.used
+        return self.used
+
+
+@dataclass(slots=True)
+class Accounts:
+    """All accounts of one member, by the other's place in the roster."""
+
+    num: int
+    total_bytes: int  # what all senders together may make this member hold
+    sending: dict[int, Sending] = field(default_factory=dict[int, Sending])
+    receiving: dict[int, Receiving] = field(default_factory=dict[int, Receiving])
+
+    def __post_init__(self) -> None:
+        allowance = max(1 << 20, self.total_bytes // max(1, self.num - 1))
+        for member in range(self.num):
+            self.sending[member] = Sending(allowance)
+            self.receiving[member] = Receiving(allowance)

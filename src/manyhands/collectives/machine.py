@@ -1,0 +1,181 @@
+"""The round machine: events in, instructions out; no clock, socket, thread, dice or values.
+
+    machine = RoundMachine(me, Course(num_parts=8, num_samples=lambda r: 512, num_rounds=1000))
+    for event in ...:
+        for instruction in machine.handle(event, lease=...):
+            ...                                # the runtime's: send, add up, commit, compute
+
+Every peer of a run has one. What it does follows from the record of the last committed round and
+from the Statuses of the last cut, which all peers have in common, so all of them do the same.
+docs/rounds.md is the protocol; `events` and `instructions` are the two halves of the contract.
+"""
+
+from __future__ import annotations
+
+from manyhands.collectives import events as e
+from manyhands.collectives.cut import Cutting
+from manyhands.collectives.instructions import Instruction, StopReason, Tell
+from manyhands.collectives.messages import Record, Share, Tag
+from manyhands.collectives.ranges import EMPTY, Ranges
+from manyhands.core.errors import UsageError
+from manyhands.core.peers import NO_VIEW, PeerState
+from manyhands.links.messages import Leaving, Ready, Resign
+
+
+class RoundMachine(Cutting):
+    """One peer's part in the rounds of a run. Not thread-safe; never blocks.
+
+    The attributes show where the peer stands and are for reading only.
+    """
+
+    def handle(self, event: e.Event, *, lease: bool) -> list[Instruction]:
+        """Take in one event; returns what is to be done, in this order.
+
+        `lease`: whether this peer's lease is valid right now. Without it nothing is committed.
+        After a `Stop` every event is ignored and returns nothing.
+        """
+        if self.stopped:
+            return []
+        self.lease = lease
+        self._out = []
+        self._dispatch(event)
+        return self._out
+
+    def _dispatch(self, event: e.Event) -> None:
+        match event:
+            case e.PartArrived():
+                self._on_part(event)
+            case e.SumArrived():
+                self._on_sum(event)
+            case e.Summed():
+                self._on_summed(event)
+            case e.Computed():
+                self._on_computed(event)
+            case e.ViewSeen():
+                self._on_view(event)
+            case e.StatusArrived():
+                self._on_status(event)
+            case e.FillArrived():
+                self._on_fill(event)
+            case e.LeaseConfirmed():
+                self._on_lease(event)
+            case e.AskArrived():
+                self._on_ask(event)
+            case e.SnapshotArrived():
+                self._on_snapshot(event)
+            case e.WantArrived():
+                self._on_want(event)
+            case e.RoundGoneArrived():
+                self._on_round_gone(event)
+            case e.SpeedMeasured():
+                self._on_speed(event)
+            case e.GapSeen():
+                self._on_gap()
+            case e.LeaveAsked():
+                self._on_leave()
+            case e.StateOffered():
+                self._on_state(event)
+
+    # -- views -------------------------------------------------------------------------------
+
+    def _on_view(self, event: e.ViewSeen) -> None:
+        view, old, known = event.view, self.view, self.states
+        self.view = view
+        self.states = {m.peer.incarnation: m.state for m in view.roster}
+        state = self.states.get(self.me)
+        if state is None:
+            self._on_removed()
+            return
+        was_active, self.active = self.active, state is not PeerState.WATCHING
+        if old is not None and old.number.era < view.number.era:
+            self._repeat_words(state)
+        self.asks = {p: n for p, n in self.asks.items() if p in self.states or p not in known}
+        shaken = view.cut > self.cut
+        if shaken:
+            self._on_cut(view)
+        if self.stopped:
+            return
+        if not self.active:
+            self._on_watching(shaken=shaken)
+        elif not was_active and self.frozen < self.cut:  # not one that just answered its first cut
+            self._begin((), EMPTY, Tag(self.cut, 0))
+        self._look_around(shaken=shaken)
+
+    def _on_removed(self) -> None:
+        assert self.view is not None
+        over = self.view.over and not self.active
+        reason = StopReason.OVER if over else StopReason.EXCLUDED
+        self._stop(reason, f"view {self.view.number} is without this peer")
+
+    def _repeat_words(self, state: PeerState) -> None:
+        """The arbiter has lost its memory: it may not know what this peer has told it."""
+        if self.ready_told and state is PeerState.WATCHING:
+            self._emit(Tell(Ready()))
+        if self.leave_asked and state is not PeerState.LEAVING:
+            self._emit(Tell(Leaving()))
+
+    def _on_watching(self, *, shaken: bool = False) -> None:
+        """This peer only watches; it may be the one to start the run, or have come too late."""
+        assert self.view is not None
+        if self.view.over:
+            text = "the run is over"
+            self._stop(StopReason.OVER, text, Resign(False, text))
+        elif self.brought and not self.trusted and self._is_founder():
+            self._found()
+        else:
+            self._seek(again=shaken)
+
+    def _is_founder(self) -> bool:
+        """Nobody has a state, and this peer is the first of the roster: there is only one."""
+        return next(iter(self.states)) == self.me and not self._following()
+
+    def _look_around(self, *, shaken: bool = False) -> None:
+        """Whatever may have become possible with a view. `shaken`: words to others may be lost."""
+        if shaken or (self.wanting is not None and self.wanting[1] not in self.states):
+            self.wanting = None
+        self._maybe_go()
+        if not self.stopped:
+            self._add_up(0)  # a lead may have waited for this view
+            self._progress()
+
+    # -- the user, the link ------------------------------------------------------------------
+
+    def _on_speed(self, event: e.SpeedMeasured) -> None:
+        if event.speed < 1:
+            raise UsageError(f"a speed of {event.speed} is not one", hint="at least 1")
+        self.speed = event.speed
+
+    def _on_gap(self) -> None:
+        if self.brought and not self.trusted:
+            self._drop_sums(lambda _: False)  # the state itself may still be the right one
+        elif self.member and not self.active:
+            self._emit(Tell(Ready()))  # a founder cannot have missed anything
+        else:
+            # With a Ready under way this resigns: a hub has ignored that Ready, a broker has not.
+            self._start_over("the link has lost results")
+
+    def _on_leave(self) -> None:
+        if self.leave_asked:
+            return
+        self.leave_asked = True
+        if self.active or self.ready_told:
+            self._emit(Tell(Leaving()))
+        else:
+            self._stop(StopReason.LEFT, "left before it took part", Resign(False, "left"))
+
+    def _on_state(self, event: e.StateOffered) -> None:
+        if self.based or self.active:
+            raise UsageError("this peer has a state already", hint="offer one at the start")
+        self.based = self.brought = True
+        self.applied, self.chain, self.donor = event.applied, event.chain, None
+        self.record = event.record or self._first_record()
+        self.generation = self.record.generation
+        if self.view is not None:
+            self._on_watching()
+            self._look_around()
+
+    def _first_record(self) -> Record:
+        """What governs the first round of all: its founder does everything."""
+        closing = self.course.is_over(self.applied)
+        samples = EMPTY if closing else Ranges.whole(self.course.num_samples(self.applied))
+        return Record(b"", NO_VIEW, NO_VIEW, (Share(self.me, samples),), closing=closing)

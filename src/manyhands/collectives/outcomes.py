@@ -1,0 +1,74 @@
+"""Outcomes: what the user of a round engine is told, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from manyhands.collectives.instructions import Generation, Retry, Settled, Stable, StopReason
+from manyhands.collectives.messages import Record, Snapshot, Sum
+from manyhands.collectives.ranges import Ranges
+from manyhands.core.errors import ManyhandsError
+from manyhands.core.peers import PeerId
+
+if TYPE_CHECKING:
+    from manyhands.collectives.results import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Samples of a round to compute. `generation` tells whether they still count."""
+
+    round: int
+    ranges: Ranges
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A round is committed. `result` is the mean of its samples; `close` it once it is read."""
+
+    round: int
+    result: Result
+    sums: tuple[Sum, ...]
+    record: Record
+    chain: bytes
+    member: bool
+
+    @property
+    def weight(self) -> float:
+        """Of all samples together."""
+        return self.sums[0].weight
+
+    @property
+    def squared_norm(self) -> float:
+        """Of the mean, added up in fp64 in the order of the parts: the same bits everywhere."""
+        return sum(head.squared_norm for head in self.sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The last word. `error` is what ended the link, if that was the reason."""
+
+    reason: StopReason | None
+    text: str
+    error: ManyhandsError | None = None
+
+
+Outcome = Task | Committed | Stable | Retry | Settled | Generation | Stopped
+
+
+class State(Protocol):
+    """The training state, for peers that join. What it is made of is the trainer's matter."""
+
+    def give(self, head: Snapshot, to: PeerId) -> None:
+        """Send the state after `head.applied` rounds to a newcomer, and `head` with it."""
+        ...
+
+    def take(self, head: Snapshot) -> None:
+        """A snapshot that has arrived is the base from here on."""
+        ...
+
+    def drop(self, reason: str) -> None:
+        """What was taken is of no use: start over."""
+        ...

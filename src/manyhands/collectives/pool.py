@@ -1,0 +1,64 @@
+"""Pool: pieces of memory for parts on their way, used again and again.
+
+Fresh memory costs a page fault for every 4 KiB; a part that is received, added and forgotten should
+not pay for that each time.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyhands.wire.tensors import writable_bytes_of
+
+
+class Block(NamedTuple):
+    """One piece: the same memory as a uint8 tensor and as a view to receive into."""
+
+    tensor: Tensor
+    view: memoryview
+
+
+class Pool:
+    """Blocks of `block_bytes`. Thread-safe. Keeps at most `keep_blocks` that nobody uses."""
+
+    def __init__(self, block_bytes: int, keep_blocks: int) -> None:
+        self._block_bytes, self._keep_blocks = block_bytes, keep_blocks
+        self._free: list[Block] = []
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> Block:
+        """A block of that size, contents undefined. A larger one than usual is made to measure."""
+        if num_bytes > self._block_bytes:
+            return _new(num_bytes)
+        with self._lock:
+            block = self._free.pop() if self._free else None
+        block = block or _new(self._block_bytes)
+        if num_bytes == self._block_bytes:
+            return block
+        return Block(block.tensor[:num_bytes], block.view[:num_bytes])
+
+    def give(self, block: Block) -> None:
+        """Nobody looks at this block any more."""
+        whole = block.tensor
+        if whole.numel() != self._block_bytes:
+            storage = whole.untyped_storage()
+            if storage.nbytes() != self._block_bytes:
+                return
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        with self._lock:
+            if len(self._free) < self._keep_blocks:
+                view = block.view if len(block.view) == self._block_bytes else None
+                self._free.append(Block(whole, view if view is not None else _view(whole)))
+
+
+def _new(num_bytes: int) -> Block:
+    tensor = torch.empty(num_bytes, dtype=torch.uint8)
+    return Block(tensor, _view(tensor))
+
+
+def _view(tensor: Tensor) -> memoryview:
+    return writable_bytes_of(tensor)

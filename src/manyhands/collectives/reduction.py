@@ -1,0 +1,173 @@
+"""Reduction: the owner's sum of one part, in roster order whatever order contributions come in.
+
+The order makes the result a function of the contributions alone: not of the network, and not of
+which member owns the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from manyhands.collectives.codecs import Codec
+
+
+class Operator(Enum):
+    """How two contributions become one."""
+
+    SUM = "sum"
+    MEAN = "mean"  # the sum, divided by the number of contributions at the end
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    AND = "and"  # bitwise
+    OR = "or"
+    XOR = "xor"
+
+
+_FUNCTIONS: dict[Operator, Callable[..., Tensor]] = {
+    Operator.SUM: torch.add,
+    Operator.MEAN: torch.add,
+    Operator.PRODUCT: torch.mul,
+    Operator.MIN: torch.minimum,
+    Operator.MAX: torch.maximum,
+    Operator.AND: torch.bitwise_and,
+    Operator.OR: torch.bitwise_or,
+    Operator.XOR: torch.bitwise_xor,
+}
+_BITWISE = (Operator.AND, Operator.OR, Operator.XOR)
+_ORDERED = (Operator.MIN, Operator.MAX)
+
+# torch has no arithmetic for these; bit for bit, sums and products are those of the signed ones.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What is done to values of one dtype: in which dtype they are read, and added."""
+
+    operator: Operator
+    dtype: torch.dtype  # of the values as they are read
+    total_dtype: torch.dtype  # of the running total
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the total has more bits than the values."""
+        return self.total_dtype is not self.dtype
+
+    def fold(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """out := left combined with right. `out` may be one of them."""
+        _FUNCTIONS[self.operator](left, right, out=out)
+
+
+def arithmetic_for(operator: Operator, dtype: torch.dtype) -> Arithmetic:
+    """Raises UsageError where the operator has no meaning for the dtype."""
+    floating = dtype.is_floating_point
+    if operator in _BITWISE and (floating or dtype.is_complex):
+        raise _refused(operator, dtype, "it works on integers and booleans")
+    if operator in _ORDERED and (dtype.is_complex or dtype in _SIGNED):
+        raise _refused(operator, dtype, "convert to a dtype that torch can compare")
+    if operator is Operator.MEAN and not (floating or dtype.is_complex):
+        raise _refused(operator, dtype, "average floating point numbers, or sum and divide")
+    if dtype.itemsize < 4 and floating:
+        return Arithmetic(operator, dtype, torch.float32)
+    if dtype is torch.complex32:
+        return Arithmetic(operator, dtype, torch.complex64)
+    dtype = _SIGNED.get(dtype, dtype)
+    return Arithmetic(operator, dtype, dtype)
+
+
+def _refused(operator: Operator, dtype: torch.dtype, hint: str) -> UsageError:
+    return UsageError(f"{operator.value} of {dtype} tensors is not defined", hint=hint)
+
+
+@dataclass(slots=True)
+class Contribution:
+    """One member's values of a part: plain, or as bytes of a codec. `release` frees its memory."""
+
+    values: Tensor
+    coded: bool
+    release: Callable[[], None]
+
+
+class PartSum:
+    """Takes contributions as they come and adds them in roster order into `total`.
+
+    `total` is flat, of the arithmetic's total dtype, and memory of its own: contributions stay
+    intact. `codec` reads those that are `coded`, which only SUM and MEAN can be. A mean is not
+    divided here. Not thread-safe.
+    """
+
+    __slots__ = ("_arithmetic", "_codec", "_first", "_next", "_num", "_waiting", "total")
+
+    def __init__(self, num: int, arithmetic: Arithmetic, codec: Codec, total: Tensor) -> None:
+        self._num, self._arithmetic, self._codec, self.total = num, arithmetic, codec, total
+        self._waiting: dict[int, Contribution] = {}
+        self._first: Contribution | None = None
+        self._next = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every member's contribution is in `total`."""
+        return self._next == self._num
+
+    def missing(self) -> list[int]:
+        """The members, by place in the roster, whose contribution has not come."""
+        return [i for i in range(self._next, self._num) if i not in self._waiting]
+
+    def offer(self, member: int, contribution: Contribution) -> bool:
+        """Take one; returns `complete`."""
+        self._waiting[member] = contribution
+        while (turn := self._waiting.pop(self._next, None)) is not None:
+            self._next += 1
+            self._fold(turn)
+        return self.complete
+
+    def drop(self) -> None:
+        """Forget everything: this sum is not wanted any more."""
+        for held in (*self._waiting.values(), *([self._first] if self._first else [])):
+            held.release()
+        self._waiting.clear()
+        self._first = None
+
+    def _fold(self, turn: Contribution) -> None:
+        plain = not (turn.coded or self._arithmetic.narrow)
+        if self._next == 1:
+            if plain and self._num > 1:
+                self._first = turn  # read once, together with the second
+                return
+            self._load(turn)
+        elif self._first is not None:
+            if plain:
+                self._arithmetic.fold(self._first.values, turn.values, self.total)
+            else:
+                self._load(self._first)
+                self._add(turn)
+            self._first.release()
+            self._first = None
+        else:
+            self._add(turn)
+        turn.release()
+
+    def _load(self, turn: Contribution) -> None:
+        if turn.coded:
+            self._codec.decode(turn.values, self.total)
+        else:
+            self.total.copy_(turn.values)
+
+    def _add(self, turn: Contribution) -> None:
+        if turn.coded:
+            self._codec.add(turn.values, self.total)
+        elif self._arithmetic.narrow:
+            values = turn.values.to(self.total.dtype)
+            self._arithmetic.fold(self.total, values, self.total)
+        else:
+            self._arithmetic.fold(self.total, turn.values, self.total)

@@ -1,0 +1,80 @@
+"""Results: the encoded parts of rounds, from the moment they arrive until nobody needs them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from torch import Tensor
+
+from manyhands.collectives.layout import Layout
+from manyhands.collectives.pool import Block, Pool
+from manyhands.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from manyhands.collectives.codecs import Codec
+
+
+def digest_of(block: Block) -> bytes:
+    """What two peers compare instead of the values: not against malice, only against mistakes."""
+    return xxhash.xxh3_128_digest(block.view)
+
+
+class Result:
+    """The average of one round, encoded; every member has the same bytes.
+
+    Two hold it: the engine, until the round is stable, and the user, until `close`. Then its
+    memory is used again.
+    """
+
+    def __init__(
+        self, layout: Layout, codecs: Sequence[Codec], blocks: Mapping[int, Block], pool: Pool
+    ) -> None:
+        self._layout, self._codecs, self._pool = layout, codecs, pool
+        self._blocks = dict(blocks)
+        self._lock = threading.Lock()
+        self._num_holders = 2
+        self._closed = False
+
+    def block(self, k: int) -> Block:
+        """Part k as it travelled."""
+        return self._blocks[k]
+
+    def read_into(self, tensors: Sequence[Tensor]) -> None:
+        """Decode into tensors like those that were contributed; often the very same."""
+        if self._closed:
+            raise UsageError("this result was closed", hint="read it before you close it")
+        flats = self._layout.check(tensors)
+        with torch.no_grad():
+            for part, codec in zip(self._layout.parts, self._codecs, strict=True):
+                wire = self._blocks[part.k].tensor
+                slices = self._layout.slices(part.k, flats)
+                if len(slices) == 1:
+                    codec.decode(wire, slices[0])
+                    continue
+                values = torch.empty(part.numel, dtype=part.dtype)
+                codec.decode(wire, values)
+                at = 0
+                for piece in slices:
+                    piece.copy_(values[at : at + piece.numel()])
+                    at += piece.numel()
+
+    def close(self) -> None:
+        """The user has read it. Idempotent."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            self.release()
+
+    def release(self) -> None:
+        """One of its two holders needs it no longer."""
+        with self._lock:
+            self._num_holders -= 1
+            free = self._num_holders == 0
+        if free:
+            for block in self._blocks.values():
+                self._pool.give(block)
+            self._blocks.clear()
