@@ -15,21 +15,18 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import resource
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 
-import psutil
+from harness import cpu_of, forget_peaks, hub_process, machine, peaks_of, quantile
 
-from manyhands._version import __version__
 from manyhands.core.address import parse_address
 from manyhands.core.peers import PeerState, View
 from manyhands.links.amqp import login_of
@@ -114,18 +111,6 @@ class Mailbox:
 
 def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def forget_peaks(pids: list[int]) -> None:
-    """Start a new high-water mark of these processes' memory."""
-    for pid in pids:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def peaks_of(pids: list[int]) -> int:
-    """The most resident memory these processes had since then, together."""
-    lines = (line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 # -- one turn -------------------------------------------------------------------------------------
@@ -275,14 +260,6 @@ def result_of(child: subprocess.Popen):
     return json.loads(said)
 
 
-def cpu_of(pids: list[int]) -> float:
-    total = 0.0
-    for pid in pids:
-        times = psutil.Process(pid).cpu_times()
-        total += times.user + times.system
-    return total
-
-
 # -- the whole ------------------------------------------------------------------------------------
 
 
@@ -348,49 +325,6 @@ def row_of(cell, turns: list[dict]) -> dict:
         "peak_rss_bytes": max(t["rss"] for t in turns),
         "meeting_point_peak_rss_bytes": max(t.get("meeting_rss", 0) for t in turns),
     }
-
-
-def quantile(values: list[float], q: float) -> float:
-    return values[min(len(values) - 1, round(q * (len(values) - 1)))]
-
-
-def machine() -> dict:
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "manyhands": __version__,
-    }
-
-
-@contextlib.contextmanager
-def hub_process(*, tls: bool):
-    """A hub of its own; yields its address and process id."""
-    with tempfile.TemporaryDirectory() as state:
-        secure = [] if tls else ["--insecure"]
-        command = ["hub", "--bind", "127.0.0.1:0", "--state", state, "--json", *secure]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "manyhands", *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            said = json.loads(process.stdout.readline())
-            yield said["code"], process.pid
-        finally:
-            process.terminate()
-            process.wait()
-            process.stdout.close()
 
 
 def main() -> None:

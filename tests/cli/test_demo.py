@@ -10,7 +10,7 @@ import pytest
 
 
 def demo(*options):
-    command = [sys.executable, "-m", "manyhands", "demo", "--seconds", "0.3", *options]
+    command = [sys.executable, "-m", "manyhands", "demo", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -20,10 +20,9 @@ def test_the_demo(place, broker):
     done = demo("--peers", "3", "--json", *where)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
-    assert summary["wrong"] == 0
-    assert summary["received"] > 0
-    # By its closed connection, not by its lease of ten seconds.
-    assert summary["killed_noticed_s"] < 8
+    assert summary["peers"] == 3
+    assert summary["accuracy"] > 0.95
+    assert summary["off"] < 1e-3  # away from what one process learns of the same batches
 
 
 def test_a_place_that_is_not_there():

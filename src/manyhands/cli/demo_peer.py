@@ -1,120 +1,118 @@
-"""One peer of the demo: sends tensors to all others and checks every one it receives.
+"""One rank of the demo: plain DDP on scikit-learn's digits, with one line of ours.
 
-    python -m manyhands.cli.demo_peer NAME        the address comes from MANYHANDS_URL
+    python -m manyhands.cli.demo_peer        MANYHANDS_URL, RANK and WORLD_SIZE say where and who
 
-It reports JSON lines on stdout and leaves when its stdin ends.
+It reports JSON lines on stdout. Rank 0 then trains alone on the same batches, and compares.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-import threading
 import time
 import warnings
-from dataclasses import dataclass, field
-
-import msgspec
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 # torch says so on import when NumPy is missing; nothing here needs it.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.core.errors import LinkError
-from manyhands.core.peers import PeerState, View
-from manyhands.links.base import Delivery, Link, open_link
-from manyhands.links.messages import Ready
-from manyhands.wire.tensors import TensorSpec, bytes_of, from_bytes, spec_of
-
-PART_BYTES = 1 << 20  # of a tensor
-REPORT_S = 0.2
+EPOCHS, SHARE = 20, 32  # samples of a batch for each rank
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True):
-    """What goes with a tensor: enough for the receiver to make the same one."""
+class Digits(NamedTuple):
+    """Images of 8 x 8 pixels and what they show; every fifth is kept for the test."""
 
-    seed: int
-    spec: TensorSpec
-
-
-def make_tensor(seed: int) -> torch.Tensor:
-    """The tensor of that seed, the same on every peer."""
-    # bfloat16 has no counterpart in Python or NumPy: if it arrives, everything does.
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(PART_BYTES // 2, generator=generator).to(torch.bfloat16)
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
 
 
-@dataclass
-class Tally:
-    """What a peer has seen so far."""
+def load_digits() -> Digits:
+    """1797 digits, from the package that brings them along."""
+    from sklearn.datasets import load_digits as load  # pyright: ignore
 
-    sent: int = 0
-    received: int = 0
-    wrong: int = 0
-    view: str = ""
-    roster: list[str] = field(default_factory=list[str])
-
-
-def receive_all(link: Link, tally: Tally) -> None:
-    """Check what arrives until the link is closed."""
-    decoder = msgspec.msgpack.Decoder(Parcel)
-    roster: set[str] = set()
-    try:
-        while True:
-            match link.receive(timeout_s=3600):
-                case Delivery() as parcel:
-                    said = decoder.decode(parcel.message)
-                    arrived = from_bytes(said.spec, parcel.buffers[0])
-                    tally.wrong += not torch.equal(arrived, make_tensor(said.seed))
-                    tally.received += 1
-                case View() as view:
-                    tally.view = str(view.number)
-                    tally.roster = [p.name for p in view.peers(PeerState.ACTIVE)]
-                    now = {p.name for p in view.peers(PeerState.ACTIVE)}
-                    for event, names in (("joined", now - roster), ("left", roster - now)):
-                        for name in sorted(names):
-                            report(event=event, peer=name)
-                    roster = now
-                case _:
-                    report(event="gap")
-    except LinkError:
-        return  # closed by the main thread
+    found: Any = load()  # pyright: ignore[reportUnknownVariableType]
+    x = torch.tensor(found.data.tolist(), dtype=torch.float32) / 16 - 0.5
+    y = torch.tensor(found.target.tolist())
+    test = torch.arange(len(y)) % 5 == 0
+    return Digits(x[~test], y[~test], x[test], y[test])
 
 
-_line = threading.Lock()  # two threads report, and a line must stay one
+def batches(num: int, epoch: int, batch: int, rank: int, world: int) -> Iterator[Tensor]:
+    """Which samples this rank takes of each batch of the epoch: the order is everybody's."""
+    order = torch.randperm(num, generator=torch.Generator().manual_seed(epoch))
+    for start in range(0, num - batch + 1, batch):
+        yield order[start + rank : start + batch : world]
+
+
+def make_model() -> nn.Module:
+    """The same at every rank."""
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
+
+
+def train(
+    model: nn.Module,
+    digits: Digits,
+    batch: int,
+    rank: int,
+    world: int,
+    tell: Callable[[dict[str, float]], None],
+) -> None:
+    """An ordinary loop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(EPOCHS):
+        start, loss, steps = time.perf_counter(), torch.zeros(()), 0
+        for samples in batches(len(digits.y), epoch, batch, rank, world):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(digits.x[samples]), digits.y[samples])
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+            steps += 1
+        with torch.no_grad():
+            right = (model(digits.test_x).argmax(1) == digits.test_y).float().mean()
+        seconds = time.perf_counter() - start
+        tell(
+            {
+                "epoch": epoch + 1,
+                "loss": float(loss.detach()),
+                "accuracy": float(right),
+                "steps_per_s": steps / seconds,
+            }
+        )
 
 
 def report(**facts: object) -> None:
-    """One line to whoever started this peer."""
-    with _line:
-        print(json.dumps({"time": time.time(), **facts}), flush=True)
+    """One line to whoever started this process."""
+    print(json.dumps(facts), flush=True)
 
 
-def main(name: str) -> None:
-    """Take part until stdin ends."""
+def main() -> None:
+    """Train with the others; at rank 0 then alone."""
     torch.set_num_threads(1)
-    stop = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
-    tally = Tally()
-    with open_link(name=name) as link:
-        reader = threading.Thread(target=receive_all, args=(link, tally))
-        reader.start()
-        link.tell(Ready())
-        seed, next_report_s = link.me.incarnation % 10**9, 0.0
-        while not stop.is_set():
-            tensor = make_tensor(seed)
-            message = msgspec.msgpack.encode(Parcel(seed, spec_of(tensor)))
-            link.send(None, message, [bytes_of(tensor)])
-            seed, tally.sent = seed + 1, tally.sent + 1
-            if time.monotonic() >= next_report_s:
-                next_report_s = time.monotonic() + REPORT_S
-                report(event="tally", **vars(tally))
-        report(event="tally", **vars(tally))
-    reader.join()
+    dist.init_process_group("manyhands", init_method=os.environ["MANYHANDS_URL"])
+    rank, world = dist.get_rank(), dist.get_world_size()
+    digits, batch = load_digits(), SHARE * dist.get_world_size()
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    train(wrapped, digits, batch, rank, world, lambda facts: report(rank=rank, **facts))
+    dist.destroy_process_group()
+    if rank == 0:
+        alone = make_model()
+        train(alone, digits, batch, 0, 1, lambda facts: None)
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        off = max(float((mine - other).detach().abs().max()) for mine, other in pairs)
+        report(rank=0, off=off, parameters=sum(p.numel() for p in model.parameters()))
 
 
 if __name__ == "__main__":
-    assert os.environ.get("MANYHANDS_URL"), "MANYHANDS_URL names the meeting point"
-    main(sys.argv[1])
+    main()

@@ -1,0 +1,407 @@
+"""How long an average of tensors takes, next to gloo and hivemind on the same machine.
+
+    python benchmarks/allreduce.py --link hub,hub+tls,amqp,gloo,hivemind --peers 2,4 \\
+        --mbytes 8,72 --wire fp32,bf16,int8 --json FILE
+
+Every peer is a process, the meeting point is one too. The processes of one size have all links open
+and take turns: a few rounds over one link, then over the next, so that a disturbance of the machine
+meets them alike. Each round averages fresh numbers, begins with a barrier over gloo, and counts as
+long as its slowest peer took. `engine`: `team` is what the torch backend does (fixed roster, in
+place), `rounds` the elastic engine (any roster; a result of its own, kept until it is stable).
+`cpu_s` is of all peers and the meeting point. `extra_peak_bytes`: what a peer's memory grew by
+while it averaged. hivemind runs if it is installed (extra `bench`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from harness import (
+    Worker,
+    cpu_of,
+    forget_peaks,
+    hub_process,
+    machine,
+    memory_of,
+    peaks_of,
+    quantile,
+)
+
+WARM_UP = 2
+CHECKED = 2  # rounds of each turn whose result is compared with the true mean
+
+
+# -- one peer -------------------------------------------------------------------------------------
+
+
+class GlooPeer:
+    """dist.all_reduce over gloo."""
+
+    def __init__(self, numel: int) -> None:
+        import torch
+
+        self.tensor = torch.zeros(numel)
+        self.bytes_sent = 0
+
+    def average(self) -> None:
+        import torch.distributed as dist
+
+        dist.all_reduce(self.tensor)
+        self.tensor.div_(dist.get_world_size())
+
+
+class TeamPeer:
+    """The torch backend's all-reduce, with a codec."""
+
+    def __init__(self, group, wire: str, numel: int) -> None:
+        import torch
+
+        self._group, self._wire = group, wire
+        self.tensor = torch.zeros(numel)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._group._session.team.link.bytes_sent
+
+    def average(self) -> None:
+        from manyhands.collectives.reduction import Operator
+
+        def build(maker, buffers):
+            flat = buffers.both(self.tensor)
+            return lambda: maker.all_reduce(flat, Operator.MEAN, self._wire)
+
+        self._group._run(build, [self.tensor]).wait()
+
+
+class RoundsPeer:
+    """The elastic engine, with everybody a member."""
+
+    def __init__(self, url: str, run: str, size: int, wire: str, numel: int) -> None:
+        import torch
+
+        from manyhands.collectives.mail import Mail
+        from manyhands.collectives.rounds import Rounds
+        from manyhands.links.base import open_link
+
+        self.tensor = torch.zeros(numel)
+        mail = Mail()
+        self._link = open_link(url, run=run, place=mail)
+        self._rounds = Rounds(
+            self._link, [self.tensor], num_samples=lambda r: size, wire=wire, mail=mail
+        )
+        self._rounds.start()
+        self._rounds.offer_state(0, b"")
+        self._task = None
+        self._size = size
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._link.bytes_sent
+
+    def gather(self) -> None:
+        """Go round until all are members: they are taken in one by one."""
+        while True:
+            view = self._rounds.view
+            if view is not None and len(view.roster) == self._size:
+                break
+            time.sleep(0.05)
+        while len(self._rounds.members) < self._size or self._rounds.applied < 1:
+            self._step()
+        while self._task is None:
+            self._step()
+
+    def _step(self) -> bool:
+        """One outcome; True if it was a commit."""
+        from manyhands.collectives.outcomes import Committed, Stopped, Task
+
+        match self._rounds.next(60):
+            case Task() as task:
+                if len(self._rounds.members) == self._size:
+                    self._task = task
+                else:
+                    self._rounds.contribute(task, [self.tensor], weight=len(task.ranges))
+            case Committed() as committed:
+                committed.result.read_into([self.tensor])
+                committed.result.close()
+                return True
+            case Stopped() as stopped:
+                raise RuntimeError(stopped.text)
+        return False
+
+    def average(self) -> None:
+        task, self._task = self._task, None
+        self._rounds.contribute(task, [self.tensor], weight=len(task.ranges))
+        while not self._step():
+            pass
+        while self._task is None:
+            self._step()
+
+
+def peer(rank: int, size: int, numel: int, port: int) -> None:
+    """Open links and take turns as told on standard input."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
+    )
+    groups: dict[str, object] = {}
+    peers: dict[str, object] = {}
+    for line in sys.stdin:
+        words = json.loads(line)
+        name = words["name"]
+        if name not in peers:
+            peers[name] = open_peer(words, groups, rank, size, numel)
+        print(json.dumps(take_turn(peers[name], words["rounds"], rank, size, numel)), flush=True)
+        if words.get("last"):
+            del peers[name]
+    os._exit(0)  # nobody waits for the goodbyes of so many links
+
+
+def open_peer(words: dict, groups: dict, rank: int, size: int, numel: int):
+    from manyhands.collectives.backend.group import ManyhandsGroup
+    from manyhands.collectives.backend.session import Session
+
+    if words["engine"] == "gloo":
+        return GlooPeer(numel)
+    url, run = words["url"], words["run"]
+    if words["engine"] == "rounds":
+        opened = RoundsPeer(url, run, size, words["wire"], numel)
+        opened.gather()
+        return opened
+    if run not in groups:
+        os.environ["MANYHANDS_RUN"] = run
+        session = Session(url, rank, size, 60.0)
+        groups[run] = ManyhandsGroup(session, run, range(size), timedelta(seconds=60))
+    return TeamPeer(groups[run], words["wire"], numel)
+
+
+def take_turn(one, rounds: int, rank: int, size: int, numel: int) -> dict:
+    import torch
+    import torch.distributed as dist
+
+    times, cpus, sent = [], 0.0, 0
+    identical, error = True, 0.0
+    base = 0
+    for n in range(WARM_UP + rounds):
+        mine = torch.Generator().manual_seed(1000 * n + rank)
+        one.tensor.normal_(generator=mine)
+        if n == 0:  # the first rounds of all take the memory that later ones use again
+            Path("/proc/self/clear_refs").write_text("5")
+            base = memory_of("self", "VmRSS")
+        dist.barrier()
+        cpu, before, start = time.process_time(), one.bytes_sent, time.perf_counter()
+        one.average()
+        if n >= WARM_UP:
+            times.append(time.perf_counter() - start)
+            cpus += time.process_time() - cpu
+            sent += one.bytes_sent - before
+    extra = max(0, memory_of("self", "VmHWM") - base)
+    for n in range(CHECKED):
+        mean = torch.zeros(numel, dtype=torch.float64)
+        for r in range(size):
+            values = torch.empty(numel).normal_(generator=torch.Generator().manual_seed(77 + n + r))
+            mean += values
+            if r == rank:
+                one.tensor.copy_(values)
+        dist.barrier()
+        one.average()
+        error = max(error, float((one.tensor - mean / size).abs().max()))
+        digest = hashlib.sha256(one.tensor.numpy().tobytes()).digest()
+        said = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        everybody = [torch.empty_like(said) for _ in range(size)]
+        dist.all_gather(everybody, said)
+        identical &= all(torch.equal(said, other) for other in everybody)
+    return {
+        "times": times,
+        "cpu": cpus,
+        "sent": sent / rounds,
+        "identical": identical,
+        "error": error,
+        "extra": extra,
+    }
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def variants(links: list[str], wires: list[str], engines: list[str]) -> list[dict]:
+    out = []
+    for link in links:
+        if link in ("gloo", "hivemind"):
+            out.append({"link": link, "engine": link, "wire": "fp32"})
+            continue
+        for engine in engines:
+            for wire in wires:
+                if link == "hub+tls" and (engine == "rounds" or wire != "fp32"):
+                    continue
+                out.append({"link": link, "engine": engine, "wire": wire})
+    return out
+
+
+def rounds_for(mbytes: int, quick: bool) -> int:
+    return 3 if quick else max(4, min(10, 160 // mbytes))
+
+
+def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting: dict) -> list:
+    """All rows of one number of peers and size."""
+    numel = mbytes * 250_000
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        workers = [Worker(__file__, "--peer", rank, size, numel, port) for rank in range(size)]
+        for worker in workers:
+            stack.callback(worker.close)
+        others = None
+        if any(v["link"] == "hivemind" for v in plan):
+            script = str(Path(__file__).with_name("hivemind_peer.py"))
+            others = [Worker(script, rank, size, numel, free_port()) for rank in range(size)]
+            for worker in others:
+                stack.callback(worker.close)
+            first = others[0].hear()
+            for worker in others[1:]:
+                worker.say(**first)
+            for worker in others:
+                worker.hear()
+        said: dict[int, list] = {n: [] for n in range(len(plan))}
+        tag = os.urandom(3).hex()
+        for turn in range(args.turns):
+            for n, variant in enumerate(plan):
+                crew = others if variant["link"] == "hivemind" else workers
+                pids = meeting.get(variant["link"], [])
+                forget_peaks(pids)
+                before = cpu_of(pids)
+                for worker in crew:
+                    worker.say(
+                        **variant,
+                        name=f"{n}",
+                        url=urls.get(variant["link"]),
+                        run=f"bench-{tag}-{variant['link']}-{variant['engine']}"
+                        + (f"-{variant['wire']}" if variant["engine"] == "rounds" else ""),
+                        rounds=rounds_for(mbytes, args.quick),
+                        last=turn == args.turns - 1,
+                    )
+                answers = [worker.hear() for worker in crew]
+                answers[0]["meeting_cpu"] = cpu_of(pids) - before
+                answers[0]["meeting_peak"] = peaks_of(pids)
+                said[n].append(answers)
+                print(
+                    f"{size} peers {mbytes} MB turn {turn + 1} {variant}: "
+                    f"{1e3 * statistics.median(a['times'][0] for a in answers):.1f} ms",
+                    file=sys.stderr,
+                )
+    return [row_of(size, mbytes, plan[n], said[n]) for n in said]
+
+
+def row_of(size: int, mbytes: int, variant: dict, turns: list) -> dict:
+    # A round takes as long as its slowest peer.
+    times = sorted(max(t) for turn in turns for t in zip(*(a["times"] for a in turn), strict=True))
+    rounds = len(times)
+    all_rounds = sum(len(turn[0]["times"]) + WARM_UP + CHECKED for turn in turns)
+    medians = [
+        statistics.median(max(t) for t in zip(*(a["times"] for a in turn), strict=True))
+        for turn in turns
+    ]
+    return {
+        "link": variant["link"].removesuffix("+tls"),
+        "tls": variant["link"].endswith("+tls"),
+        "engine": variant["engine"],
+        "peers": size,
+        "mbytes": mbytes,
+        "wire": variant["wire"],
+        "rounds": rounds,
+        "turns": len(turns),
+        "median_s": statistics.median(times),
+        "p10_s": quantile(times, 0.1),
+        "p90_s": quantile(times, 0.9),
+        "turn_medians_s": medians,
+        "cpu_s": sum(a["cpu"] for turn in turns for a in turn) / rounds
+        + sum(turn[0]["meeting_cpu"] for turn in turns) / all_rounds,
+        "meeting_point_cpu_s": sum(turn[0]["meeting_cpu"] for turn in turns) / all_rounds,
+        "bytes_sent_per_peer": statistics.median(a["sent"] for turn in turns for a in turn),
+        "identical": all(a["identical"] for turn in turns for a in turn),
+        "max_error": max(a["error"] for turn in turns for a in turn),
+        "extra_peak_bytes": max(a["extra"] for turn in turns for a in turn),
+        "meeting_point_peak_bytes": max(turn[0]["meeting_peak"] for turn in turns),
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--link", default="gloo,hub,hub+tls,amqp,hivemind")
+    parser.add_argument("--peers", default="2,4")
+    parser.add_argument("--mbytes", default="8,72")
+    parser.add_argument("--wire", default="fp32,bf16,int8")
+    parser.add_argument("--engine", default="team,rounds")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="few rounds: does it run at all?")
+    args = parser.parse_args()
+    links = args.link.split(",")
+    if "hivemind" in links and importlib.util.find_spec("hivemind") is None:
+        print("hivemind is not installed and left out: pip install '.[bench]'", file=sys.stderr)
+        links.remove("hivemind")
+    plan = variants(links, args.wire.split(","), args.engine.split(","))
+    rows = []
+    with contextlib.ExitStack() as stack:
+        urls: dict[str, str] = {}
+        meeting: dict[str, list[int]] = {}
+        for link in {"hub", "hub+tls"} & set(links):
+            urls[link], pid = stack.enter_context(hub_process(tls=link == "hub+tls"))
+            meeting[link] = [pid]
+        if "amqp" in links:
+            from manyhands.testing.broker import Broker
+
+            broker = stack.enter_context(Broker())
+            urls["amqp"], meeting["amqp"] = broker.url(), list(broker.process_ids())
+        for mbytes in (int(n) for n in args.mbytes.split(",")):
+            for size in (int(n) for n in args.peers.split(",")):
+                rows += measure(size, mbytes, plan, args, urls, meeting)
+    add_ratios(rows)
+    show(rows)
+    if args.json:
+        result = {"bench": "allreduce", "machine": machine(), "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def add_ratios(rows: list[dict]) -> None:
+    """Next to gloo's fp32 of the same run."""
+    gloo = {(r["peers"], r["mbytes"]): r["median_s"] for r in rows if r["link"] == "gloo"}
+    for row in rows:
+        base = gloo.get((row["peers"], row["mbytes"]))
+        row["times_gloo"] = row["median_s"] / base if base else None
+
+
+def show(rows: list[dict]) -> None:
+    for r in rows:
+        ratio = f"{r['times_gloo']:.2f}x gloo" if r["times_gloo"] else ""
+        print(
+            f"{r['link'] + ('+tls' if r['tls'] else ''):9}{r['engine']:8}{r['peers']:2} peers "
+            f"{r['mbytes']:3} MB {r['wire']:5}{1e3 * r['median_s']:8.1f} ms "
+            f"({1e3 * r['p10_s']:.1f}-{1e3 * r['p90_s']:.1f}) {ratio:12} cpu {r['cpu_s']:.3f} s "
+            f"extra {r['extra_peak_bytes'] / 1e6:.0f} MB same {r['identical']} "
+            f"error {r['max_error']:.1e}"
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--peer"]:
+        peer(*(int(word) for word in sys.argv[2:]))
+    else:
+        main()

@@ -1,0 +1,121 @@
+"""What benchmarks share: meeting points of their own, CPU and memory of processes, the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from manyhands._version import __version__
+
+
+def forget_peaks(pids: list[int]) -> None:
+    """Start a new high-water mark of these processes' memory."""
+    for pid in pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peaks_of(pids: list[int]) -> int:
+    """The most resident memory these processes had since then, together."""
+    return sum(memory_of(pid, "VmHWM") for pid in pids)
+
+
+def memory_of(pid: int | str, field: str) -> int:
+    """One line of a process's status, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def cpu_of(pids: list[int]) -> float:
+    """Seconds of CPU that these processes have used, together."""
+    total = 0.0
+    for pid in pids:
+        times = psutil.Process(pid).cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def quantile(values: list[float], q: float) -> float:
+    """Of sorted values."""
+    return values[min(len(values) - 1, round(q * (len(values) - 1)))]
+
+
+def machine() -> dict:
+    """Where and with what the numbers were measured."""
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "manyhands": __version__,
+    }
+
+
+@contextlib.contextmanager
+def hub_process(*, tls: bool):
+    """A hub of its own; yields its join code and process id."""
+    with tempfile.TemporaryDirectory() as state:
+        secure = [] if tls else ["--insecure"]
+        command = ["hub", "--bind", "127.0.0.1:0", "--state", state, "--json", *secure]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "manyhands", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            said = json.loads(process.stdout.readline())
+            yield said["code"], process.pid
+        finally:
+            process.terminate()
+            process.wait()
+            process.stdout.close()
+
+
+class Worker:
+    """A process of a benchmark: one JSON object a line in, one a line out."""
+
+    def __init__(self, script: str, *args: object, python: str = sys.executable) -> None:
+        command = [python, script, *(str(arg) for arg in args)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def say(self, **words: object) -> None:
+        """Give it something to do."""
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict:
+        """Its next answer."""
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a process of the benchmark ended with {self.process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """No more to do."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
