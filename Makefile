@@ -1,5 +1,5 @@
 # On a fresh Debian with git, make and python3-venv, each target does its own set-up.
-.PHONY: setup demo test check bench fuzz
+.PHONY: setup demo test check bench bench-scale chaos fuzz
 
 setup: .venv/.ready
 
@@ -17,6 +17,17 @@ check: setup
 
 bench: setup
 	.venv/bin/python benchmarks/links.py --json benchmarks/results/links.json
+	.venv/bin/python benchmarks/allreduce.py --json benchmarks/results/allreduce.json
+	.venv/bin/python benchmarks/ddp.py --json benchmarks/results/ddp.json
+
+bench-scale: setup
+	.venv/bin/python benchmarks/scale.py --json benchmarks/results/scale.json
+
+chaos: setup
+	.venv/bin/python -m tests.collectives.chaos --schedules 100000
+	.venv/bin/python -m tests.collectives.chaos --schedules 60000 --seed 500000 --unordered
+	.venv/bin/python -m tests.collectives.chaos_links --link hub --seconds 120
+	.venv/bin/python -m tests.collectives.chaos_links --link amqp --seconds 120
 
 fuzz: setup
 	.venv/bin/python -m tests.wire.fuzz --inputs 1000000 && .venv/bin/python -m tests.links.fuzz --inputs 1000000

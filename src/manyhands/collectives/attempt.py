@@ -9,6 +9,8 @@ The second layer of the round machine (see standing).
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from manyhands.collectives.book import Kept, Key
 from manyhands.collectives.events import (
     Arrival,
@@ -62,9 +64,9 @@ class Attempt(Standing):
         self._confirmed: Key | None = None
         self.fill_tag: Tag | None = None  # while filling: the attempt that is filled in
 
+    @abstractmethod
     def _filled(self) -> None:
         """This peer lacked a round at a cut and has committed it now."""
-        raise AssertionError("the layer above does this")
 
     # -- member ------------------------------------------------------------------------------
 
@@ -255,8 +257,7 @@ class Attempt(Standing):
     def _next_round_seen(self) -> bool:
         if self.member and self.book.results(self._key):
             return True
-        records = (self.book.record(Key(self.applied, t)) for t in self.book.attempts(self.applied))
-        return any(record is not None and record.prev == self.chain for record in records)
+        return any(record.prev == self.chain for record in self.book.records(self.applied))
 
     def _progress(self) -> None:
         while self.based and not self.stopped and self._step():
@@ -395,12 +396,15 @@ class Attempt(Standing):
         return False
 
     def _follow(self) -> bool:
-        """Outside the round, commit on the evidence of the next: a record with the right chain."""
-        proofs = {
-            record.prev
-            for tag in self.book.attempts(self.applied + 1)
-            if (record := self.book.record(Key(self.applied + 1, tag))) is not None
-        }
+        """Outside the round, commit on the evidence of the next: a record with the right chain.
+
+        A record of an older generation than one that is held for this round proves nothing:
+        followers took over, and its round was lost.
+        """
+        following = self.book.records(self.applied + 1)
+        seen = (*self.book.records(self.applied), *following)
+        newest = max((record.generation for record in seen), default=self.generation)
+        proofs = {record.prev for record in following if record.generation == newest}
         for tag in self.book.attempts(self.applied):
             key = Key(self.applied, tag)
             if self.book.complete(key) and self.book.chain_after(self.chain, key) in proofs:

@@ -95,6 +95,11 @@ class Book:
         first = self._sums.get(key, {}).get(0)
         return first.sum.record if first else None
 
+    def records(self, round_: int) -> list[Record]:
+        """The records that are held for a round, of whatever attempt."""
+        found = (self.record(Key(round_, tag)) for tag in self.attempts(round_))
+        return [record for record in found if record is not None]
+
     def refused(self, key: Key) -> Ranges:
         """What the held results of an attempt refuse."""
         return Ranges.union(result.sum.refused for result in self.results(key).values())

@@ -106,6 +106,9 @@ class Cutting(Attempt):
     # -- verdict -----------------------------------------------------------------------------
 
     def _act(self, verdict: Verdict) -> None:
+        if self._over_at_cut and not any(status.member for status in self._heard.values()):
+            self._stop_over()  # what followers hold may be what a lost generation has left them
+            return
         self._verdict = verdict
         self._emit(
             Settled(
@@ -180,8 +183,7 @@ class Cutting(Attempt):
             return
         if not settlement.inherited:
             if self._over_at_cut:
-                text = "others have finished the run"
-                self._stop(StopReason.OVER, text, Resign(False, text))
+                self._stop_over()
                 return
             self.generation = self.cut
             self._emit(Generation(self.cut, self.applied))
@@ -207,6 +209,10 @@ class Cutting(Attempt):
 
     def _is_of_this_cut(self, key: Key) -> bool:
         return key.round > self.applied or key.attempt.cut >= self.cut
+
+    def _stop_over(self) -> None:
+        text = "others have finished the run"
+        self._stop(StopReason.OVER, text, Resign(False, text))
 
     def _step_out(self) -> None:
         """A leaver that the verdict leaves nothing to do for."""

@@ -5,6 +5,7 @@
     Status    each   -> each       what a peer holds when a cut comes
     Fill      holder -> all        after a cut: a Sum that somebody lacks        values beside it
     Ask, Snapshot, Want, RoundGone: joining                                      Snapshot: state
+    Taken     owner  -> member     how much of its Parts is put to use: between data planes only
 
 Values travel as buffers beside the message, never in it. Peers are named by their incarnation.
 What the round machine does not need (weights, norms, scalars, digests of the state) it carries

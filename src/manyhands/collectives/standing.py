@@ -13,6 +13,7 @@ Nothing in here waits, sends or calculates with values: instructions are collect
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ class Mode(enum.Enum):
     FILLING = "filling"  # the verdict is known: waiting for results that this peer lacks
 
 
-class Standing:
+class Standing(ABC):
     """What a peer stores, and how it joins, leaves and gives up."""
 
     def __init__(self, me: int, course: Course) -> None:
@@ -116,9 +117,9 @@ class Standing:
     def _emit(self, *instructions: Instruction) -> None:
         self._out.extend(instructions)
 
+    @abstractmethod
     def _progress(self) -> None:
         """Commit whatever can be committed."""
-        raise AssertionError("the layer above does this")
 
     # -- the round that is under way ---------------------------------------------------------
 
