@@ -1,4 +1,4 @@
-"""Writes the table of benchmarks/results/links.json into README.md, or checks that it is there.
+"""Writes the tables of benchmarks/results into README.md, or checks that they are there.
 
 python scripts/readme_table.py [--check]
 """
@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- bench:links -->", "<!-- /bench:links -->"
-NAMES = {
+LINKS = {
     "socket": "raw socket, two processes, no relay",
     "local": "local, threads of one process",
     "hub": "hub without TLS (loopback only)",
@@ -19,10 +18,23 @@ NAMES = {
     "amqp-raw": "RabbitMQ alone, our data path",
     "amqp": "RabbitMQ link",
 }
+AVERAGES = {
+    ("gloo", "gloo", "fp32"): "gloo: peer to peer, no relay",
+    ("hub", "team", "fp32"): "hub without TLS",
+    ("hub", "team", "bf16"): "hub without TLS, bf16 on the wire",
+    ("hub", "team", "int8"): "hub without TLS, int8 on the wire",
+    ("hub+tls", "team", "fp32"): "hub",
+    ("amqp", "team", "fp32"): "RabbitMQ",
+    ("amqp", "team", "bf16"): "RabbitMQ, bf16 on the wire",
+    ("amqp", "team", "int8"): "RabbitMQ, int8 on the wire",
+    ("hub", "rounds", "fp32"): "hub without TLS, elastic",
+    ("amqp", "rounds", "fp32"): "RabbitMQ, elastic",
+    ("hivemind", "hivemind", "fp32"): "hivemind: peer to peer",
+}
 
 
-def table(result: dict) -> str:
-    """The rows that matter to a reader, in Markdown."""
+def links(result: dict) -> list[str]:
+    """MB/s of every link."""
     rows = {
         (row["link"] + "+tls" * row["tls"], row["peers"], row["pattern"], row["message_bytes"]): row
         for row in result["rows"]
@@ -40,10 +52,9 @@ def table(result: dict) -> str:
         f"MB/s of payload in 1 MiB messages (median of {result['rows'][0]['turns']} turns; "
         f"{result['machine']['cores']} cores for everything, peers, relay and broker):",
         "",
-        "| link | " + " | ".join(head) + " |",
-        "|---" * (len(head) + 1) + "|",
+        *_head("link", head),
     ]
-    for link, name in NAMES.items():
+    for link, name in LINKS.items():
         one = rows.get((link, 2, "one-way", big))
         if one is None:
             continue
@@ -54,12 +65,69 @@ def table(result: dict) -> str:
         cells.append(f"{rows[link, 2, 'one-way', small]['messages_per_s']:.0f}")
         cells.append(f"{one['cpu_s_per_gb']:.1f}")
         cells.append(_memory(rows.get((link, sizes[-1], "all-to-all", big), one)))
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += [
+        lines.append(_row(name, cells))
+    return lines
+
+
+def allreduce(result: dict) -> list[str]:
+    """Milliseconds of an average, and how many times gloo's."""
+    rows = {
+        (
+            row["link"] + "+tls" * row["tls"],
+            row["engine"],
+            row["wire"],
+            row["peers"],
+            row["mbytes"],
+        ): row
+        for row in result["rows"]
+    }
+    cells = sorted({key[3:] for key in rows}, key=lambda cell: (cell[1], cell[0]))
+    lines = [
+        "Milliseconds, median (p10 to p90), and times gloo's median of the same run:",
         "",
-        f"`make bench`; {result['machine']['cpu']}, Python {result['machine']['python']}.",
+        *_head("", [f"{peers} peers, {mbytes} MB" for peers, mbytes in cells]),
     ]
-    return "\n".join(lines)
+    for kind, name in AVERAGES.items():
+        found = [rows.get((*kind, *cell)) for cell in cells]
+        if any(found):
+            lines.append(_row(name, [_time(row) for row in found]))
+    return lines
+
+
+def ddp(result: dict) -> list[str]:
+    """Steps a second, and how many times gloo's."""
+    rows = {(r["backend"], r["ranks"], r["parameters"]): r for r in result["rows"]}
+    cells = sorted({key[1:] for key in rows}, key=lambda cell: (cell[1], cell[0]))
+    head = [f"{ranks} ranks, {parameters / 1e6:.0f} M parameters" for ranks, parameters in cells]
+    lines = ["Steps a second, and times gloo's of the same run:", "", *_head("", head)]
+    for backend, name in (("gloo", "gloo"), ("hub", "hub without TLS"), ("amqp", "RabbitMQ")):
+        found = [rows.get((backend, *cell)) for cell in cells]
+        if any(found):
+            lines.append(
+                _row(
+                    name,
+                    [
+                        "" if r is None else f"{r['steps_per_s']:.1f}, {r['times_gloo']:.2f}x"
+                        for r in found
+                    ],
+                )
+            )
+    return lines
+
+
+def _time(row: dict | None) -> str:
+    if row is None:
+        return ""
+    times = f"{1e3 * row['median_s']:.1f} ({1e3 * row['p10_s']:.1f} to {1e3 * row['p90_s']:.1f})"
+    return times + (f", {row['times_gloo']:.2f}x" if row["times_gloo"] else "")
+
+
+def _head(first: str, columns: list[str]) -> list[str]:
+    return [_row(first, columns), "|---" * (len(columns) + 1) + "|"]
+
+
+def _row(name: str, cells: list[str]) -> str:
+    return f"| {name} | " + " | ".join(cells) + " |"
 
 
 def _memory(row: dict) -> str:
@@ -67,19 +135,26 @@ def _memory(row: dict) -> str:
     return f"{row['peak_rss_bytes'] / 1e6:.0f}" + (f" / {relay / 1e6:.0f}" if relay else "")
 
 
+def with_table(text: str, name: str, lines: list[str], machine: dict) -> str:
+    """The text with that table between its marks."""
+    begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+    before, rest = text.split(begin)
+    after = rest.split(end)[1]
+    lines = [*lines, "", f"`make bench`; {machine['cpu']}, Python {machine['python']}."]
+    return f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}"
+
+
 def main() -> int:
-    """0 when README.md has the table."""
-    result = json.loads((ROOT / "benchmarks/results/links.json").read_text())
+    """0 when README.md has the tables."""
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    wanted = f"{before}{BEGIN}\n{table(result)}\n{END}{after}"
+    text = wanted = readme.read_text()
+    for make in (links, allreduce, ddp):
+        name = make.__name__
+        result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        wanted = with_table(wanted, name, make(result), result["machine"])
     if "--check" in sys.argv:
         if wanted != text:
-            print(
-                "README.md: the table is not that of the stored result; run scripts/readme_table.py"
-            )
+            print("README.md: a table is not that of its result; run scripts/readme_table.py")
         return wanted != text
     readme.write_text(wanted)
     return 0

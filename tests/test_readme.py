@@ -14,30 +14,52 @@ from manyhands.links.hub import Hub
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
+LINKS = (ROOT / "docs/links.md").read_text()
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_two_programs_meet_through_a_hub(tmp_path, first):
-    programs = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    programs = python_in(LINKS)
     assert len(programs) == 2
+    said = run_together(programs if first == 0 else programs[::-1], tmp_path)
+    assert "".join(said) == "arrived\n"
+
+
+def test_the_program_trains_through_a_hub(tmp_path):
+    (program,) = python_in(TEXT)
+    assert run_together([program, program], tmp_path) == ["trained\n", "trained\n"]
+
+
+def python_in(text):
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def run_together(programs, folder):
+    """What they say, each in a process of its own, with nothing but a hub between them."""
     with Hub("127.0.0.1:0") as hub:
-        environ = {**os.environ, "MANYHANDS_URL": hub.address.code()}
+        point = {"MANYHANDS_URL": hub.address.code(), "MANYHANDS_RUN": "first"}
+        point["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch makes it for DDP
         started = [
             subprocess.Popen(
                 [sys.executable, "-c", program],
-                env=environ,
-                cwd=tmp_path,
+                env={**os.environ, **point},
+                cwd=folder,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for program in (programs if first == 0 else programs[::-1])
+            for program in programs
         ]
-        said = [process.communicate(timeout=100) for process in started]
+        try:
+            said = [process.communicate(timeout=100) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
     for process, (_, errors) in zip(started, said, strict=True):
         assert process.returncode == 0, errors
         assert errors == ""
-    assert "".join(out for out, _ in said) == "arrived\n"
+    return [out for out, _ in said]
 
 
 def test_the_table_is_that_of_the_stored_result():
