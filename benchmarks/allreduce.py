@@ -111,10 +111,13 @@ class RoundsPeer:
 
     def gather(self) -> None:
         """Go round until all are members: they are taken in one by one."""
+        deadline = time.monotonic() + 60
         while True:
             view = self._rounds.view
             if view is not None and len(view.roster) == self._size:
                 break
+            if time.monotonic() > deadline:
+                raise RuntimeError("not all peers came")
             time.sleep(0.05)
         while len(self._rounds.members) < self._size or self._rounds.applied < 1:
             self._step()
@@ -130,6 +133,7 @@ class RoundsPeer:
                 if len(self._rounds.members) == self._size:
                     self._task = task
                 else:
+                    time.sleep(0.02)  # who goes round alone as fast as it can is hard to follow
                     self._rounds.contribute(task, [self.tensor], weight=len(task.ranges))
             case Committed() as committed:
                 committed.result.read_into([self.tensor])
@@ -163,7 +167,10 @@ def peer(rank: int, size: int, numel: int, port: int) -> None:
         words = json.loads(line)
         name = words["name"]
         if name not in peers:
+            Path("/proc/self/clear_refs").write_text("5")
+            base = memory_of("self", "VmRSS") + 4 * numel  # the tensor itself is not extra
             peers[name] = open_peer(words, groups, rank, size, numel)
+            peers[name].base, peers[name].extra = base, None
         print(json.dumps(take_turn(peers[name], words["rounds"], rank, size, numel)), flush=True)
         if words.get("last"):
             del peers[name]
@@ -194,13 +201,9 @@ def take_turn(one, rounds: int, rank: int, size: int, numel: int) -> dict:
 
     times, cpus, sent = [], 0.0, 0
     identical, error = True, 0.0
-    base = 0
     for n in range(WARM_UP + rounds):
         mine = torch.Generator().manual_seed(1000 * n + rank)
         one.tensor.normal_(generator=mine)
-        if n == 0:  # the first rounds of all take the memory that later ones use again
-            Path("/proc/self/clear_refs").write_text("5")
-            base = memory_of("self", "VmRSS")
         dist.barrier()
         cpu, before, start = time.process_time(), one.bytes_sent, time.perf_counter()
         one.average()
@@ -208,7 +211,8 @@ def take_turn(one, rounds: int, rank: int, size: int, numel: int) -> dict:
             times.append(time.perf_counter() - start)
             cpus += time.process_time() - cpu
             sent += one.bytes_sent - before
-    extra = max(0, memory_of("self", "VmHWM") - base)
+    if one.extra is None:  # the first rounds of all take the memory that later ones use again
+        one.extra = max(0, memory_of("self", "VmHWM") - one.base)
     for n in range(CHECKED):
         mean = torch.zeros(numel, dtype=torch.float64)
         for r in range(size):
@@ -230,7 +234,7 @@ def take_turn(one, rounds: int, rank: int, size: int, numel: int) -> dict:
         "sent": sent / rounds,
         "identical": identical,
         "error": error,
-        "extra": extra,
+        "extra": one.extra,
     }
 
 
@@ -292,7 +296,7 @@ def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting:
                         rounds=rounds_for(mbytes, args.quick),
                         last=turn == args.turns - 1,
                     )
-                answers = [worker.hear() for worker in crew]
+                answers = [worker.hear(crew) for worker in crew]
                 answers[0]["meeting_cpu"] = cpu_of(pids) - before
                 answers[0]["meeting_peak"] = peaks_of(pids)
                 said[n].append(answers)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import select
 import subprocess
 import sys
 import tempfile
@@ -102,8 +103,12 @@ class Worker:
         self.process.stdin.write(json.dumps(words) + "\n")
         self.process.stdin.flush()
 
-    def hear(self) -> dict:
-        """Its next answer."""
+    def hear(self, crew: list[Worker] = ()) -> dict:
+        """Its next answer; not waited for once somebody of its crew has ended."""
+        while not select.select([self.process.stdout], [], [], 1.0)[0]:
+            for other in crew:
+                if other.process.poll() is not None:
+                    raise RuntimeError(f"a process of the crew ended with {other.process.poll()}")
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"a process of the benchmark ended with {self.process.wait()}")

@@ -137,7 +137,7 @@ class ScalePeer:
             case Task() as task if len(self._rounds.members) == PEERS:
                 self._task = task
             case Task() as task:  # the founder's round
-                self._rounds.contribute(task, self._tensors, weight=0)
+                self._rounds.contribute(task, self._tensors, weight=0.0)
             case Committed() as committed if len(committed.sums[0].contributions) == PEERS:
                 return committed
             case Committed() as committed:
@@ -150,7 +150,7 @@ class ScalePeer:
         """One round; the tensors are what is averaged, and then the mean."""
         fill(self._tensors, self._rank)
         sent, cpu, start = self._link.bytes_sent, time.process_time(), time.perf_counter()
-        self._rounds.contribute(self._task, self._tensors, weight=1)
+        self._rounds.contribute(self._task, self._tensors, weight=1.0)
         while (committed := self._step()) is None:
             pass
         committed.result.read_into(self._tensors)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm  # pyright: ignore[reportUnknownVariableType]
 
 from manyhands.collectives.bank import Bank
+from manyhands.collectives.codecs import accumulator_of
 from manyhands.collectives.layout import Layout
 from manyhands.collectives.messages import Part, Sum
 from manyhands.collectives.pool import Block, Pool
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.reduction import Contribution, Operator, PartSum, arithmetic_for
 from manyhands.collectives.shelf import Filed
+
+_WIDENED = 1 << 15  # values that are widened at a time
 
 
 class Adder:
@@ -31,6 +32,7 @@ class Adder:
         self._layout, self._bank, self._pool, self._refuse = layout, bank, pool, refuse
         self._widest = max(part.numel for part in layout.parts)
         self._scratch: dict[torch.dtype, Tensor] = {}
+        self._wide = torch.empty(_WIDENED, dtype=torch.float64)
 
     def wire_bytes(self, k: int) -> int:
         """Of a contribution to part k, and of its result; -1 for a part that there is not."""
@@ -42,7 +44,11 @@ class Adder:
     def is_whole(self, part: Part, block: Block | None) -> bool:
         """Whether a contribution has the values that it should have."""
         size = 0 if block is None else block.tensor.numel()
-        return size == (self.wire_bytes(part.k) if part.weight > 0 else 0)
+        if size != (self.wire_bytes(part.k) if part.weight > 0 else 0):
+            return False
+        if block is None or not size or self._layout.parts[part.k].dtype is not torch.bool:
+            return True
+        return int(block.tensor.max()) <= 1  # torch may do anything with other bools
 
     def add_up(self, head: Sum, filed: Mapping[int, Filed], me: int) -> tuple[Sum, Block]:
         """The head with all that the values say, and the encoded result. `filed` is by member."""
@@ -61,7 +67,8 @@ class Adder:
             total.zero_()
         for place, peer in enumerate(given):
             adding.offer(place, self._contribution(head.k, filed[peer], own=peer == me))
-        weight = sum(filed[s.peer].part.weight for s in head.contributions)
+        # A float, as it arrives elsewhere: heads are hashed.
+        weight = float(sum(filed[s.peer].part.weight for s in head.contributions))
         if weight > 0 and (shape.dtype.is_floating_point or shape.dtype.is_complex):
             total.div_(weight)
         if apart:
@@ -95,24 +102,28 @@ class Adder:
 
     def _memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(self._widest, dtype=dtype)
+            with torch.inference_mode(False):  # the next one to use it may be outside of it
+                self._scratch[dtype] = torch.empty(self._widest, dtype=dtype)
         return self._scratch[dtype][:numel]
 
     def _squared_norm(self, k: int, block: Block) -> float:
-        """Of the decoded result; not finite if the result is not. Only floats have one."""
+        """Of the decoded result; not finite if the result is not. Integers have none."""
         shape, codec = self._layout.parts[k], self._bank.codecs[k]
-        if not shape.dtype.is_floating_point:
+        if not (shape.dtype.is_floating_point or shape.dtype.is_complex):
             return 0.0
         if codec.raw:
-            values = block.tensor.view(shape.dtype)
+            values = _reals(block.tensor.view(shape.dtype))
         else:
-            values = self._memory(shape.numel, torch.float32)
+            values = self._memory(shape.numel, accumulator_of(shape.dtype))
             codec.decode(block.tensor, values)
-        if shape.dtype.itemsize == 1:
-            values = values.to(torch.float32)
-        # The norm in fp64 without a copy in fp64; its square is what can be added up.
-        norm = cast("Tensor", vector_norm(values, dtype=torch.float64))
-        return float(norm) ** 2
+        # By pieces that are widened one after the other: torch's own norm in fp64 makes a copy of
+        # all of it, of changing size, which leaves holes in the heap.
+        squared = 0.0
+        for start in range(0, values.numel(), _WIDENED):
+            piece = values[start : start + _WIDENED]
+            wide = self._wide[: piece.numel()].copy_(piece)
+            squared += float(torch.dot(wide, wide))
+        return squared
 
     def _not_finite(self, k: int, filed: Sequence[Filed]) -> Ranges:
         """The samples of those contributions that hold values which are not finite."""
@@ -124,9 +135,16 @@ class Adder:
                 values.copy_(self._bank.values(k))
             else:
                 codec.decode(one.block.tensor, values)
-            if not bool(values.isfinite().all()):
+            if not bool(_reals(values).isfinite().all()):
                 out.append(one.part.ranges)
         return Ranges.union(out)
+
+
+def _reals(values: Tensor) -> Tensor:
+    """What complex numbers are made of; the narrowest floats as ones that torch calculates with."""
+    if values.dtype.is_complex:
+        return values.view(values.dtype.to_real())
+    return values.to(torch.float32) if values.dtype.itemsize == 1 else values
 
 
 def _nothing() -> None:

@@ -17,7 +17,18 @@ from manyhands.collectives.layout import Layout
 from manyhands.collectives.pool import Pool
 from manyhands.wire.tensors import bytes_of
 
+_SPARE_BLOCKS = 16  # at least, that nobody uses, besides those of one result
+_MAX_PIECES = 64  # of one message: beyond that, one copy costs less than many small buffers
+
 Coded = tuple[Sequence[memoryview], Callable[[], None]]
+
+
+def pool_for(layout: Layout, wire: str, window_bytes: int) -> Pool:
+    """Blocks for parts as they travel: of one result, and of what is on its way."""
+    sizes = (codec_for(wire, p.dtype).num_bytes(p.numel, p.dtype) for p in layout.parts)
+    block_bytes = max(sizes)
+    spare = max(_SPARE_BLOCKS, 2 * window_bytes // block_bytes)
+    return Pool(block_bytes, layout.num_parts + spare)
 
 
 class Bank:
@@ -30,6 +41,7 @@ class Bank:
         parts = [(part.numel, part.dtype) for part in layout.parts]
         self.feedback = Feedback(wire, parts) if wire == "int8" else None
         self._flats: list[Tensor] | None = None
+        self._tentative = False  # they are of a first pass that is not done
         self.weight = 0.0
         self.generation = 0  # grows when what was computed does not count any more
 
@@ -43,20 +55,32 @@ class Bank:
         part = self._layout.parts[k]
         return 0 if self.empty else self.codecs[k].num_bytes(part.numel, part.dtype)
 
+    def show(self, flats: list[Tensor], weight: float) -> bool:
+        """The tensors of a pass that is under way; False if others are in here already.
+
+        So parts can be sent as they become final. A pass that is never done leaves no trace.
+        """
+        if self._flats is not None and not self._tentative:
+            return False
+        self._flats, self.weight, self._tentative = flats, weight, True
+        return True
+
     def lend(self, flats: list[Tensor], weight: float) -> None:
         """Take in a pass: weighted sums. The tensors of the first are kept, not copied."""
-        if self._flats is None:
-            self._flats = flats
-        else:
-            with torch.no_grad():
-                for mine, more in zip(self._flats, flats, strict=True):
-                    mine.add_(more)
+        if self._flats is None or self._tentative:
+            self._flats, self.weight, self._tentative = flats, weight, False
+            return
+        with torch.no_grad():
+            for mine, more in zip(self._flats, flats, strict=True):
+                mine.add_(more)
         self.weight += weight
 
     def clear(self) -> None:
         """Nothing in here counts; a pass that is under way will not either."""
-        self._flats, self.weight = None, 0.0
+        self._flats, self.weight, self._tentative = None, 0.0, False
         self.generation += 1
+        if self.feedback is not None:
+            self.feedback.abandon()  # what a codec left out of values that nobody counted
 
     def values(self, k: int) -> Tensor:
         """Part k as one flat tensor; a copy if it spans several."""
@@ -64,11 +88,14 @@ class Bank:
         slices = self._layout.slices(k, self._flats)
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
+    def copies(self, k: int) -> bool:
+        """Whether part k is sent from a copy, which is free again when it has left."""
+        return not self.codecs[k].raw or len(self._layout.parts[k].slices) > _MAX_PIECES
+
     def coded(self, k: int) -> Coded:
         """Part k as it travels, and what to call when it has left."""
         assert self._flats is not None
-        codec = self.codecs[k]
-        if codec.raw:
+        if not self.copies(k):
             return [bytes_of(piece) for piece in self._layout.slices(k, self._flats)], _nothing
         block = self._pool.take(self.num_bytes(k))
         self.encode(k, block.tensor)

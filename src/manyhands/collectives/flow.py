@@ -46,6 +46,11 @@ class Receiving:
         """Whether so much waits here that the sender may be holding back."""
         return self.came - self.used >= self.allowance // 2
 
+    def resize(self, allowance: int) -> int | None:
+        """The sender has another allowance from now on; returns the total to tell, if it is due."""
+        self.allowance = allowance
+        return self.use(0)
+
     def use(self, num_bytes: int) -> int | None:
         """These bytes have been put to use; returns the total to tell the sender, if it is due."""
         self.used += num_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,10 +60,21 @@ Outcome = Task | Committed | Stable | Retry | Settled | Generation | Stopped
 
 
 class State(Protocol):
-    """The training state, for peers that join. What it is made of is the trainer's matter."""
+    """The training state, for peers that join. What it is made of is the trainer's matter.
+
+    The engine calls it between two events, with its lock held: nothing here may block.
+    """
 
     def give(self, head: Snapshot, to: PeerId) -> None:
-        """Send the state after `head.applied` rounds to a newcomer, and `head` with it."""
+        """Send the state after `head.applied` rounds to a newcomer, as buffers beside `head`.
+
+        Not yet: the user's thread has still to step. Remember it, and send it from there, with
+        `Rounds.send_snapshot`.
+        """
+        ...
+
+    def arrived(self, sender: PeerId, head: Snapshot, buffers: Sequence[memoryview]) -> None:
+        """A piece of a state came. `Rounds.snapshot_arrived` takes the head once all are here."""
         ...
 
     def take(self, head: Snapshot) -> None:

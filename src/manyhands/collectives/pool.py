@@ -6,6 +6,7 @@ not pay for that each time.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from typing import NamedTuple
 
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor
 
 from manyhands.wire.tensors import writable_bytes_of
+
+# From here on memory of its own from the system: given back, it is really free. The allocator would
+# keep it, in pieces that others cannot use.
+_MAP_BYTES = 64 << 10
 
 
 class Block(NamedTuple):
@@ -26,37 +31,42 @@ class Pool:
     """Blocks of `block_bytes`. Thread-safe. Keeps at most `keep_blocks` that nobody uses."""
 
     def __init__(self, block_bytes: int, keep_blocks: int) -> None:
-        self._block_bytes, self._keep_blocks = block_bytes, keep_blocks
+        self.block_bytes, self._keep_blocks = block_bytes, keep_blocks
         self._free: list[Block] = []
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Block:
         """A block of that size, contents undefined. A larger one than usual is made to measure."""
-        if num_bytes > self._block_bytes:
+        if num_bytes > self.block_bytes:
             return _new(num_bytes)
         with self._lock:
             block = self._free.pop() if self._free else None
-        block = block or _new(self._block_bytes)
-        if num_bytes == self._block_bytes:
+        block = block or _new(self.block_bytes)
+        if num_bytes == self.block_bytes:
             return block
         return Block(block.tensor[:num_bytes], block.view[:num_bytes])
 
     def give(self, block: Block) -> None:
         """Nobody looks at this block any more."""
         whole = block.tensor
-        if whole.numel() != self._block_bytes:
+        if whole.numel() != self.block_bytes:
             storage = whole.untyped_storage()
-            if storage.nbytes() != self._block_bytes:
+            if storage.nbytes() != self.block_bytes:
                 return
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
         with self._lock:
             if len(self._free) < self._keep_blocks:
-                view = block.view if len(block.view) == self._block_bytes else None
+                view = block.view if len(block.view) == self.block_bytes else None
                 self._free.append(Block(whole, view if view is not None else _view(whole)))
 
 
 def _new(num_bytes: int) -> Block:
-    tensor = torch.empty(num_bytes, dtype=torch.uint8)
+    with torch.inference_mode(False):  # the next one to use it may be outside of it
+        if num_bytes < _MAP_BYTES:
+            tensor = torch.empty(num_bytes, dtype=torch.uint8)
+        else:
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            tensor = torch.frombuffer(memory, dtype=torch.uint8)
     return Block(tensor, _view(tensor))
 
 

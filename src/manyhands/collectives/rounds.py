@@ -13,19 +13,21 @@
             case Stopped():
                 break
 
-Three threads: the link's reader, which asks where to put what arrives; this engine's, which takes
-it, adds up and answers cuts; the courier's, which encodes and sends. The machine is driven under
-one lock, from whichever thread has an event. docs/rounds.md is the protocol.
+Threads: the link's reader, which asks where to put what arrives; this engine's, which takes it,
+adds up and answers cuts; the courier's, which encode and send; one for errands that wait for the
+meeting point. The machine is driven under one lock, from whichever thread has an event.
+docs/rounds.md is the protocol.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 from torch import Tensor
@@ -34,43 +36,39 @@ from manyhands.collectives import events as e
 from manyhands.collectives import instructions as i
 from manyhands.collectives import messages as m
 from manyhands.collectives.adder import Adder
-from manyhands.collectives.bank import Bank
-from manyhands.collectives.courier import Courier, Letter
-from manyhands.collectives.flow import Sending
+from manyhands.collectives.bank import Bank, pool_for
+from manyhands.collectives.courier import Courier
+from manyhands.collectives.errands import Errands
+from manyhands.collectives.instructions import StopReason
 from manyhands.collectives.layout import Layout
 from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.mail import Mail
 from manyhands.collectives.outcomes import Committed, Outcome, State, Stopped, Task
-from manyhands.collectives.pool import Block, Pool
+from manyhands.collectives.passes import Pass
+from manyhands.collectives.pool import Block
+from manyhands.collectives.post import Post
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.results import Result, digest_of
 from manyhands.collectives.shelf import PartKey, Shelf
 from manyhands.collectives.standing import Course
 from manyhands.collectives.threads import start_thread
-from manyhands.core.errors import LinkTimeout, ManyhandsError, UsageError, WireError
+from manyhands.core.errors import (
+    Excluded,
+    LinkError,
+    LinkTimeout,
+    ManyhandsError,
+    UsageError,
+    WireError,
+)
 from manyhands.core.peers import PeerId, View, ViewNumber
 from manyhands.links.base import DEFAULT_TIMEOUT_S, Delivery, Gap, Link
+from manyhands.links.messages import Gone, Leaving, Ready, Resign
 
 log = logging.getLogger(__name__)
 
-AHEAD_BYTES = 64 << 20  # contributions that wait at an owner, of all members together
-_SPARE_BLOCKS = 64  # that nobody uses, besides those of one result
-_TICK_S = 1.0  # how often the engine's thread looks whether it shall end
-
-
-class Pass:
-    """One pass over a task whose tensors become final one after the other, the last ones first."""
-
-    def __init__(self, rounds: Rounds, task: Task, ranges: Ranges) -> None:
-        self._rounds, self.task, self.ranges = rounds, task, ranges
-
-    def ready(self, tensor: int) -> None:
-        """This tensor and all after it are final: what they fill is sent while others are not."""
-        self._rounds.send_ready(self, tensor)
-
-    def done(self) -> None:
-        """All are."""
-        self._rounds.finish_pass(self)
+MAX_WEIGHT = 1e200  # those of all members together must still be a number
+BEHIND_BYTES = 256 << 20  # results that a newcomer keeps until the state is here; at least four
+_TICK_S = 0.2  # how often a thread that waits looks whether it shall end
 
 
 class Rounds:
@@ -98,12 +96,12 @@ class Rounds:
             num_parts=self.layout.num_parts, num_samples=num_samples, num_rounds=num_rounds
         )
         self._machine = RoundMachine(self._me, course)
-        block_bytes = max(part.num_bytes for part in self.layout.parts)
-        self._pool = Pool(block_bytes, self.layout.num_parts + _SPARE_BLOCKS)
+        self._pool = pool_for(self.layout, wire, link.terms.window_bytes)
         self._mail.pool = self._pool
         self._bank = Bank(self.layout, wire, self._pool)
         self._adder = Adder(self.layout, self._bank, self._pool, refuse=refuse)
-        self._shelf = Shelf(self._pool, self._allowance, self._tell_taken)
+        self._shelf = Shelf(self._pool, self._tell_taken)
+        self._most_sums = max(4 * self.layout.num_parts, BEHIND_BYTES // self._pool.block_bytes)
         self.report: Callable[[m.SelfReport], m.SelfReport] = lambda report: report
         """A seam: what this peer says of itself with part 0."""
         self.note: Callable[[Sequence[m.Part]], bytes] = lambda parts: b""
@@ -111,15 +109,15 @@ class Rounds:
         self._lock = threading.RLock()  # guards the machine and everything below
         self._news = threading.Condition(self._lock)
         self._outcomes: deque[Outcome] = deque()
-        self._names: dict[int, PeerId] = {}
         self._attempt: i.Begin | None = None
         self._sent: set[int] = set()  # parts of this attempt that went before they were asked for
         self._early: Pass | None = None
-        self._sending: dict[tuple[ViewNumber, int], Sending] = {}
-        self._held: deque[tuple[int, m.Part]] = deque()
         self._stopped = False
-        self._errands = ThreadPoolExecutor(1, f"lease {link.me}")
+        self._errands = Errands(f"errands {link.me}", self._fail)
         self._courier = Courier(link, self._fail)
+        self._aside = Courier(link, self._fail, skip_s=link.terms.lease_s)
+        part_bytes = link.terms.part_bytes
+        self._post = Post(self._courier, self._aside, self._bank, part_bytes, self._lock)
         self._reader: threading.Thread | None = None
 
     # -- the user's side ------------------------------------------------------------------------
@@ -146,7 +144,8 @@ class Rounds:
     ) -> None:
         """A pass over `ranges` (the whole task) is done; `tensors` hold its weighted sums.
 
-        They are lent until the round is committed.
+        They are lent until the round is committed, or the engine stopped. A pass that does not
+        count any more (see `Task.generation`) is dropped in silence.
         """
         self.open_pass(task, tensors, weight=weight, ranges=ranges).done()
 
@@ -155,23 +154,30 @@ class Rounds:
     ) -> Pass:
         """Like `contribute` for tensors that are not final yet: say so with `Pass.ready`."""
         flats = self.layout.check(tensors)
-        if not weight >= 0:
-            raise UsageError(f"a weight of {weight} is none", hint="at least 0")
-        opened = Pass(self, task, task.ranges if ranges is None else ranges)
+        if not (math.isfinite(weight) and 0 <= weight <= MAX_WEIGHT):
+            raise UsageError(
+                f"a weight of {weight} is none", hint=f"from 0 to {MAX_WEIGHT:g}, say the samples"
+            )
+        # As it arrives elsewhere: heads are hashed, and 2 is other bytes than 2.0.
+        weight = float(weight)
+        opened = Pass(self, task, task.ranges if ranges is None else ranges, flats, weight)
         with self._lock:
-            if task.generation == self._bank.generation and weight > 0:
-                first = self._bank.empty
-                self._bank.lend(flats, weight)
-                self._early = opened if first else None
+            if self._early is not None and self._sent:
+                raise UsageError(
+                    "parts of the pass before are on their way", hint="finish it: call done()"
+                )
+            current = task.generation == self._bank.generation
+            shown = current and weight > 0 and self._bank.show(flats, weight)
+            self._early = opened if shown else None
         return opened
 
     def send_ready(self, opened: Pass, tensor: int) -> None:
         """See `Pass.ready`."""
         with self._lock:
             begin = self._attempt
-            if opened is not self._early or begin is None or begin.claims != opened.ranges:
+            if opened is not self._early or begin is None or self._me not in begin.members:
                 return
-            if begin.round != opened.task.round or self._me not in begin.members:
+            if (begin.round, begin.claims) != (opened.task.round, opened.ranges):
                 return
             # Part 0 comes last, with what is known only when the pass is done.
             for k in reversed(range(max(1, self.layout.ready_from(tensor)), self.layout.num_parts)):
@@ -183,8 +189,11 @@ class Rounds:
     def finish_pass(self, opened: Pass) -> None:
         """See `Pass.done`."""
         with self._lock:
-            self._early = None
+            if opened is self._early:
+                self._early = None
             if opened.task.generation == self._bank.generation:
+                if opened.weight > 0:
+                    self._bank.lend(opened.flats, opened.weight)
                 self._feed(e.Computed(opened.task.round, opened.ranges))
 
     def measure_speed(self, speed: int) -> None:
@@ -194,6 +203,14 @@ class Rounds:
     def leave(self) -> None:
         """Leave in good order; `next` says Stopped when that is done."""
         self._feed(e.LeaveAsked())
+
+    def send_snapshot(self, head: m.Snapshot, to: PeerId, buffers: Sequence[memoryview]) -> None:
+        """A piece of the state for a newcomer; does not block. It must not change until it left.
+
+        A newcomer that takes nothing for a whole lease does not get it.
+        """
+        with self._lock:
+            self._post.send(to.incarnation, head, buffers)
 
     def snapshot_arrived(self, sender: PeerId, head: m.Snapshot) -> None:
         """All of the state that this peer asked for is here."""
@@ -215,13 +232,16 @@ class Rounds:
         return self._machine.view
 
     def close(self) -> None:
-        """Stop at once. The link stays open, and is the caller's."""
-        with self._lock:
-            self._stop(Stopped(None, "closed"))
+        """Stop. The link stays open, and is the caller's: closed before, it holds up nothing here.
+
+        To the others this peer is still there: `leave` first, or close the link next.
+        """
+        self._stop(Stopped(None, "closed"))
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
-        self._courier.close()
-        self._errands.shutdown()
+        self._errands.close()
+        for courier in (self._courier, self._aside):
+            courier.close()
 
     # -- events and instructions ----------------------------------------------------------------
 
@@ -232,8 +252,11 @@ class Rounds:
         with self._lock:
             waiting = deque(events)
             while waiting and not self._stopped:
+                caused: list[e.Event] = []
                 for instruction in self._machine.handle(waiting.popleft(), lease=self._lease()):
-                    waiting.extend(self._do(instruction))
+                    caused += self._do(instruction)
+                # First what follows from it: a part that is added up leaves before the next one.
+                waiting.extendleft(reversed(caused))
 
     def _lease(self) -> bool:
         return time.monotonic() < self._link.lease_start_s() + self._link.terms.lease_s
@@ -254,7 +277,7 @@ class Rounds:
                 self._shelf.keep(None)
                 self._tell(instruction)
             case i.DropBank():
-                self._bank.clear()
+                self._clear_bank()
             case i.DropParts(round_, attempt):
                 self._shelf.drop_parts(lambda key: key[:2] == (round_, attempt))
             case i.DropSums(round_, attempt):
@@ -266,39 +289,64 @@ class Rounds:
                     self._state.take(instruction.snapshot)
             case i.DropState():
                 self._shelf.clear()
-                self._bank.clear()
+                self._clear_bank()
                 if self._state is not None:
                     self._state.drop(instruction.reason)
             case i.Tell():
-                self._link.tell(instruction.word)
+                self._say(instruction.word)
             case i.ConfirmLease():
-                self._errands.submit(self._confirm, instruction)
+                self._errands.run(self._confirm, instruction, time.monotonic())
             case i.Retry() | i.Settled() | i.Generation():
                 self._tell(instruction)
-            case i.Stop():
-                self._stop(Stopped(instruction.reason, instruction.text))
+            case i.Stop():  # once its last word is said
+                self._errands.run(self._stop, Stopped(instruction.reason, instruction.text))
         return ()
 
     def _tell(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
         self._news.notify_all()
 
-    def _confirm(self, wanted: i.ConfirmLease) -> None:
+    def _say(self, word: Ready | Leaving | Gone | Resign) -> None:
+        if isinstance(word, Gone | Resign):
+            self._errands.run(self._say_last, word)
+            return
         try:
-            self._link.renew_lease()
+            self._link.tell(word)
         except ManyhandsError as error:
             self._fail(error)
-        else:
+
+    def _say_last(self, word: Gone | Resign) -> None:
+        """After it nothing of this peer's reaches anybody, and what it has posted is owed.
+
+        The last results of a round that it has committed may be among that.
+        """
+        patience_s = self._link.terms.lease_s
+        with suppress(LinkError):  # the engine stops anyway, for the reason that it gives
+            self._courier.drain(patience_s)
+            self._link.flush(patience_s)
+            self._link.tell(word)
+
+    def _confirm(self, wanted: i.ConfirmLease, asked_s: float) -> None:
+        while not (self._stopped or self._machine.stopped):
+            try:
+                self._link.renew_lease(_TICK_S)
+            except LinkTimeout:
+                if self._link.lease_start_s() <= asked_s:
+                    continue  # not answered yet; the answer to any beat since then will do
             self._feed(e.LeaseConfirmed(wanted.round, wanted.attempt))
+            return
 
     def _begin(self, begin: i.Begin) -> None:
         cut = begin.attempt.cut
         if self._attempt is None or cut != self._attempt.attempt.cut:
-            self._sending = {key: a for key, a in self._sending.items() if key[0] >= cut}
-            self._shelf.forget_accounts(cut)
+            self._mail.forget(cut)
         self._attempt = begin
         self._sent.clear()
-        self._held = deque(held for held in self._held if held[1].attempt >= begin.attempt)
+        self._shelf.begin(cut, self._post.begin(begin))
+
+    def _clear_bank(self) -> None:
+        self._bank.clear()
+        self._early = None
 
     def _add_up(self, head: m.Sum) -> e.Summed:
         keys = {
@@ -311,26 +359,31 @@ class Rounds:
             head = msgspec.structs.replace(head, notes=notes)
         for key in keys.values():
             self._shelf.drop_part(key)
+        digest = digest_of(block)
         self._shelf.add_sum(head, block)
-        return e.Summed(head, digest_of(block))
+        return e.Summed(head, digest)
 
     def _commit(self, commit: i.Commit) -> None:
         blocks = self._shelf.take_round(commit.round, commit.attempt, self.layout.num_parts)
         result = Result(self.layout, self._bank.codecs, blocks, self._pool)
         self._shelf.keep(result)
         self._bank.committed()
+        self._early = None
         self._tell(
             Committed(commit.round, result, commit.sums, commit.record, commit.chain, commit.member)
         )
 
     def _stop(self, last: Stopped) -> None:
-        if not self._stopped:
-            self._stopped = True
-            self._tell(last)
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._tell(last)
 
     def _fail(self, error: ManyhandsError) -> None:
-        with self._lock:
-            self._stop(Stopped(None, f"the link ended: {error}", error))
+        if self._machine.stopped:
+            return  # its own last word, which is under way, says why
+        reason = StopReason.EXCLUDED if isinstance(error, Excluded) else None
+        self._stop(Stopped(reason, f"the link ended: {error}", error))
 
     # -- sending --------------------------------------------------------------------------------
 
@@ -342,15 +395,15 @@ class Rounds:
                     assert send.to is not None
                     return self._send_part(send.to, message)
             case m.Sum():
-                self._post(send.to, message, [self._shelf.result(message).view])
+                self._post.send(send.to, message, [self._shelf.result(message).view])
             case m.Fill():
-                self._post(send.to, message, [self._shelf.result(message.sum).view])
+                self._post.send(send.to, message, [self._shelf.result(message.sum).view])
             case m.Snapshot():
-                name = None if send.to is None else self._names.get(send.to)
+                name = None if send.to is None else self._post.name_of(send.to)
                 if self._state is not None and name is not None:
                     self._state.give(message, name)
             case _:
-                self._post(send.to, message, ())
+                self._post.send(send.to, message)
         return ()
 
     def _send_part(self, to: int, part: m.Part) -> Sequence[e.Event]:
@@ -360,64 +413,11 @@ class Rounds:
         if to == self._me:
             self._shelf.add_part(to, part, None, own=True)
             return [e.PartArrived(to, part)]
-        if self._account(part.attempt.cut, to).may_send():
-            self._post_part(to, part)
-        else:
-            self._held.append((to, part))
+        self._post.send_part(to, part)
         return ()
 
-    def _send_held(self) -> None:
-        held, self._held = self._held, deque()
-        for to, part in held:
-            if self._account(part.attempt.cut, to).may_send():
-                self._post_part(to, part)
-            else:
-                self._held.append((to, part))
-
-    def _account(self, cut: ViewNumber, to: int) -> Sending:
-        return self._sending.setdefault((cut, to), Sending(self._allowance()))
-
-    def _allowance(self) -> int:
-        others = 1 if self._attempt is None else max(1, len(self._attempt.members) - 1)
-        return max(4 * self._link.terms.part_bytes, AHEAD_BYTES // others)
-
-    def _post_part(self, to: int, part: m.Part) -> None:
-        num_bytes = self._bank.num_bytes(part.k)
-        self._account(part.attempt.cut, to).sent += num_bytes
-        if not num_bytes:
-            self._post(to, part, ())
-            return
-        leave: list[Callable[[], None]] = []
-
-        def buffers() -> Sequence[memoryview]:
-            with self._lock:
-                if self._bank.empty:  # it was dropped: this attempt is void for everybody
-                    return ()
-                views, left = self._bank.coded(part.k)
-            leave.append(left)
-            return views
-
-        def sent() -> None:
-            for left in leave:
-                left()
-
-        self._post(to, part, buffers, None if self._bank.codecs[part.k].raw else sent)
-
     def _tell_taken(self, sender: int, cut: ViewNumber, total: int) -> None:
-        self._post(sender, m.Taken(cut, total), ())
-
-    def _post(
-        self,
-        to: int | None,
-        message: m.AnyMessage,
-        buffers: Sequence[memoryview] | Callable[[], Sequence[memoryview]],
-        sent: Callable[[], None] | None = None,
-    ) -> None:
-        address = None if to is None else self._names.get(to)
-        if to is not None and address is None:
-            return  # gone from the view: a cut says so to everybody
-        urgent = not isinstance(message, m.Part)
-        self._courier.post(Letter(address, m.encode(message), buffers, sent), urgent=urgent)
+        self._post.send(sender, m.Taken(cut, total))
 
     # -- receiving ------------------------------------------------------------------------------
 
@@ -437,10 +437,12 @@ class Rounds:
                         self._feed(e.GapSeen())
         except ManyhandsError as error:
             self._fail(error)
+        finally:  # whatever it was: the user waits for news
+            self._fail(ManyhandsError("the thread that reads has failed; the log says why"))
 
     def _see(self, view: View) -> None:
         with self._lock:
-            self._names.update({line.peer.incarnation: line.peer for line in view.roster})
+            self._post.see(view)
             self._feed(e.ViewSeen(view))
 
     def _deliver(self, delivery: Delivery) -> None:
@@ -451,7 +453,11 @@ class Rounds:
             log.warning("%s sent what is no message about rounds: %s", delivery.sender, error)
             return
         with self._lock:
-            self._arrived(sender, message, block)
+            if isinstance(message, m.Snapshot):
+                if self._state is not None:
+                    self._state.arrived(delivery.sender, message, delivery.buffers)
+            else:
+                self._arrived(sender, message, block)
 
     def _arrived(self, sender: int, message: m.AnyMessage, block: Block | None) -> None:
         match message:
@@ -476,14 +482,15 @@ class Rounds:
             case m.RoundGone():
                 self._feed(e.RoundGoneArrived(sender, message.round))
             case m.Taken():
-                account = self._account(message.cut, sender)
-                account.taken = max(account.taken, message.total)
-                self._send_held()
+                self._post.taken(sender, message.cut, message.total)
             case m.Snapshot():
-                pass  # its bytes are the trainer's; `snapshot_arrived` says when all are here
+                pass  # not about a round under way: see `_deliver`
 
     def _file_sum(self, sender: int, head: m.Sum, block: Block | None) -> bool:
         if block is not None and block.tensor.numel() == self._adder.wire_bytes(head.k):
+            if len(self._shelf.sums) >= self._most_sums and not self._machine.active:
+                self._shelf.drop_sums(lambda key: True)  # the state takes too long to come
+                self._feed(e.GapSeen())
             return self._shelf.add_sum(head, block)
         log.warning("part %d of a result came with the wrong size from %s", head.k, sender)
         if block is not None:

@@ -55,10 +55,9 @@ class Filed(NamedTuple):
 class Shelf:
     """Not thread-safe. `told(sender, cut, total)` is called when a sender is due to be told."""
 
-    def __init__(
-        self, pool: Pool, allowance: Callable[[], int], told: Callable[[int, ViewNumber, int], None]
-    ) -> None:
-        self._pool, self._allowance, self._told = pool, allowance, told
+    def __init__(self, pool: Pool, told: Callable[[int, ViewNumber, int], None]) -> None:
+        self._pool, self._told = pool, told
+        self._allowance = 0  # of each sender; until an attempt begins, whatever comes is told
         self.parts: dict[PartKey, Filed] = {}
         self.sums: dict[SumKey, Block] = {}
         self._kept: Result | None = None
@@ -70,7 +69,7 @@ class Shelf:
         """File a contribution; False, and the block is free again, if it is there already."""
         if block is not None and not own:
             at = (part.attempt.cut, sender)
-            account = self._accounts.setdefault(at, Receiving(self._allowance()))
+            account = self._accounts.setdefault(at, Receiving(self._allowance))
             account.came += block.tensor.numel()
         key = PartKey.of(part, sender)
         if key in self.parts:
@@ -100,9 +99,14 @@ class Shelf:
         if total is not None:
             self._told(key.sender, key.attempt.cut, total)
 
-    def forget_accounts(self, cut: ViewNumber) -> None:
-        """What was under way before this cut does not count any more."""
+    def begin(self, cut: ViewNumber, allowance: int) -> None:
+        """An attempt begins: what came before this cut does not count, senders have so much."""
+        self._allowance = allowance
         self._accounts = {key: a for key, a in self._accounts.items() if key[0] >= cut}
+        for (of_cut, sender), account in self._accounts.items():
+            total = account.resize(allowance)
+            if total is not None:
+                self._told(sender, of_cut, total)
 
     # -- results --------------------------------------------------------------------------------
 

@@ -22,8 +22,11 @@ from collections.abc import Sequence
 from manyhands.core.errors import LinkBroken, LinkTimeout
 from manyhands.wire.frames import Buffer
 
-# A kernel that holds megabytes of unsent data would put every beat behind them.
-_UNSENT_BYTES = 256 << 10
+# A kernel that holds megabytes of unsent data would put every beat behind them: on a slow network
+# for seconds. On a fast one it saves going back and forth.
+_UNSENT_SLOW, _UNSENT_FAST = 256 << 10, 4 << 20
+_LARGE_BYTES = 512 << 10  # of a write that tells how fast the network is
+_FAST_BYTES_PER_S = 50e6
 _MAX_GATHER = 64  # buffers a sendmsg; the system's own limit is 1024
 _TLS_PIECE = 256 << 10  # bytes a TLS write, so that a reader gets the lock in between
 _WHOLE_BYTES = 64 << 10  # a read of more than this waits for all of it ...
@@ -47,12 +50,13 @@ class Stream:
         self._tls_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._closed = False
+        self._unsent = 0  # bytes that the kernel may hold before it counts as full
         self.heard_s = time.monotonic()  # when the last byte arrived
         self.bytes_sent = 0
         with contextlib.suppress(OSError):  # not a TCP socket (a socketpair in a test)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+                self._limit_unsent(_UNSENT_SLOW)
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
@@ -112,7 +116,21 @@ class Stream:
         else:
             self._send_tls(buffers, timeout_s)
 
+    def _limit_unsent(self, num_bytes: int) -> None:
+        if num_bytes != self._unsent:
+            self._unsent = num_bytes
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
+
     def _send_gathered(self, buffers: Sequence[Buffer], timeout_s: float | None) -> None:
+        before, start_s = self.bytes_sent, time.monotonic()
+        self._send_all(buffers, timeout_s)
+        num_bytes = self.bytes_sent - before
+        if num_bytes >= _LARGE_BYTES and self._unsent:
+            fast = num_bytes > _FAST_BYTES_PER_S * (time.monotonic() - start_s)
+            with contextlib.suppress(OSError):  # closed meanwhile
+                self._limit_unsent(_UNSENT_FAST if fast else _UNSENT_SLOW)
+
+    def _send_all(self, buffers: Sequence[Buffer], timeout_s: float | None) -> None:
         left = deque(view for view in map(_bytes_view, buffers) if len(view))
         while left:
             try:

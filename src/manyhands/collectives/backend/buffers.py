@@ -7,6 +7,7 @@ stream beside the user's, so that the GPU goes on and only whoever waits for the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +44,8 @@ class Buffers:
     def _flat(self, tensor: Tensor, *, fill: bool, back: bool) -> Tensor:
         spec_of(tensor)  # refuses what has no plain memory
         plain = tensor.detach()
+        if plain.is_inference():
+            plain = _ordinary(plain)
         if plain.device.type == "cpu":
             if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
                 return plain.view(-1)
@@ -54,6 +57,12 @@ class Buffers:
                 f"a tensor on {plain.device}: this backend carries CPU and CUDA tensors"
             )
         if back:
+            if any(step == 0 and plain.shape[dim] > 1 for dim, step in enumerate(plain.stride())):
+                raise UsageError(
+                    "a result cannot be written to a tensor that was expanded: its elements share "
+                    "memory",
+                    hint="pass tensor.contiguous()",
+                )
             self._back.append((plain, stand_in))
         return stand_in
 
@@ -87,18 +96,28 @@ class Buffers:
         event.record(self._stream)
         return event.synchronize
 
-    def put_back(self) -> AbstractContextManager[object] | None:
-        """Give the user's tensors what was written. What waits for it should be told within the
-        context that is returned, if any."""
+    def put_back(self) -> AbstractContextManager[object]:
+        """Give the user's tensors what was written.
+
+        What waits for it is to be told within the context that is returned.
+        """
         if self._stream is None:
             with torch.no_grad():
                 for tensor, flat in self._back:
                     tensor.copy_(flat.view(tensor.shape))
-            return None
-        context = torch.cuda.stream(self._stream)
-        with torch.no_grad(), context:
+            return nullcontext()
+        with torch.no_grad(), torch.cuda.stream(self._stream):
             for tensor, flat in self._back:
                 tensor.copy_(flat.view(tensor.shape), non_blocking=True)
                 if tensor.device.type == "cuda":
                     tensor.record_stream(self._stream)
         return torch.cuda.stream(self._stream)
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """The same memory, without the mark of inference mode: other threads may write to it."""
+    with torch.inference_mode(mode=False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )

@@ -85,6 +85,9 @@ class Maker:
     def _reduce_to(
         self, made: Exchange, owner: int, given: Tensor, out: Tensor, arithmetic: Arithmetic
     ) -> None:
+        if len(self.members) == 1:
+            made.last.append(_copier(out, given))
+            return
         raw = codec_for("fp32", arithmetic.dtype)
         given = given.view(arithmetic.dtype)
         for k, start in enumerate(self._starts(given)):
@@ -258,6 +261,8 @@ class Maker:
             self._expect(made, place, out)
 
     def _give(self, made: Exchange, to: int | None, flat: Tensor) -> None:
+        if len(self.members) == 1:
+            return  # nobody to give it to
         for k, start in enumerate(self._starts(flat)):
             made.outgoing.append(self._plain(to, k, flat[start : start + self._elements(flat)]))
 

@@ -20,14 +20,20 @@ def register() -> None:
 
     if not dist.is_available() or hasattr(dist.Backend, _NAME.upper()):
         return
-    from torch.distributed.rendezvous import register_rendezvous_handler
+    from torch.distributed.rendezvous import (
+        register_rendezvous_handler,  # pyright: ignore[reportUnknownVariableType]
+    )
 
-    dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    backend: Any = dist.Backend  # torch gives no types for what is called here
+    add_scheme: Any = register_rendezvous_handler  # pyright: ignore[reportUnknownVariableType]
+    backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     for scheme in _SCHEMES:
-        register_rendezvous_handler(scheme, _meet)
+        add_scheme(scheme, _meet)
 
 
-def _meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[Any, int, int]]:
+def _meet(
+    url: str, timeout: timedelta | None = None, **_: object
+) -> Iterator[tuple[Any, int, int]]:
     """A rendezvous: everybody dials out to the meeting point."""
     from manyhands.collectives.backend.session import open_session
 

@@ -62,6 +62,17 @@ def assign(order: Sequence[int], hellos: Mapping[int, words.Hello]) -> tuple[int
     return tuple(seats[rank] for rank in range(world))
 
 
+def name_of(rank: int | None) -> str | None:
+    """The name of a peer that was given this rank."""
+    return None if rank is None else f"rank-{rank}"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that a peer of this name was given, if any."""
+    number = name.removeprefix("rank-")
+    return int(number) if number.isdecimal() and name_of(int(number)) == name else None
+
+
 @dataclass
 class _Table:
     """What this peer has heard so far."""
@@ -97,15 +108,22 @@ class _Table:
         return assign(order, self.hellos)
 
     def missing(self) -> str:
-        if self.lead is None or self.lead != self.link.me:
-            return f"the word of {self.lead or 'the first peer'}, which seats the members"
-        world = next((h.world for h in self.hellos.values() if h.world is not None), None)
+        """Who is waited for: as the leader has heard, as the others see by names."""
+        if self.lead is not None and self.lead == self.link.me:
+            world = next((h.world for h in self.hellos.values() if h.world is not None), None)
+            ranks = [hello.rank for hello in self.hellos.values()]
+        else:
+            world = self.mine.world
+            here = self.view.peers(PeerState.ACTIVE) if self.view is not None else ()
+            ranks = [rank_of(peer.name) for peer in here]
         if world is None:
-            return "a peer that knows world_size; none of those here does"
-        taken = {hello.rank for hello in self.hellos.values()} - {None}
-        if len(taken) == len(self.hellos):
-            return f"ranks {', '.join(str(r) for r in range(world) if r not in taken)}"
-        return f"{world - len(self.hellos)} more peers"
+            return "peer that knows world_size: none of those that have come does"
+        absent = [str(rank) for rank in range(world) if rank not in ranks]
+        if absent and None not in ranks:
+            return f"rank {', '.join(absent)}"
+        if len(ranks) < world:
+            return f"{world - len(ranks)} more of {world} peers"
+        return f"word from {self.lead or 'the first peer'}, which seats the members"
 
 
 def take_seat(link: Link, rank: int | None, world: int | None, timeout_s: float) -> Seating:

@@ -12,13 +12,15 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 import torch
 
 from manyhands.collectives.backend import messages as words
-from manyhands.collectives.backend.seats import take_seat
+from manyhands.collectives.backend.seats import name_of, take_seat
 from manyhands.collectives.backend.store import Clerk, Keeper, MeetingStore
 from manyhands.collectives.backend.team import Placement, Team
 from manyhands.collectives.backend.work import Completer
-from manyhands.core.errors import AddressError, SettingsError
-from manyhands.core.settings import find_meeting_point
-from manyhands.links.base import LinkSettings, dial, new_peer
+from manyhands.core.errors import AddressError, Refused, SettingsError
+from manyhands.core.settings import MeetingPoint, find_meeting_point
+from manyhands.links.base import Link, LinkSettings, dial, new_peer
+
+_NUM_DIALS = 5
 
 
 class Session:
@@ -27,15 +29,14 @@ class Session:
     def __init__(
         self, url: str | None, rank: int | None, world: int | None, timeout_s: float
     ) -> None:
-        name = None if rank is None else f"rank-{rank}"
-        point = find_meeting_point(url, run=None, name=name, environ=os.environ)
+        point = find_meeting_point(url, run=None, name=name_of(rank), environ=os.environ)
         if point.address.run is None:
             raise AddressError(
                 f"{point.address} names no run",
                 hint="add it to the address, or set MANYHANDS_RUN",
             )
         placement = Placement()
-        link = dial(point.address, new_peer(point.name), LinkSettings(), placement)
+        link = _dial(point, placement)
         try:
             seating = take_seat(link, rank, world, timeout_s)
         except BaseException:
@@ -49,6 +50,8 @@ class Session:
         self.rank, self.world = self.team.rank, len(seating.roster)
         self.store = MeetingStore(self.clerk, timeout_s, self)
         self.completer = Completer(str(link.me))
+        self.world_group: object = None  # the process group of everybody, once there is one
+        self._num_groups: dict[str, int] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -62,6 +65,12 @@ class Session:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
             return self._streams[device]
+
+    def count(self, name: str) -> int:
+        """How many groups of this name there have been: the same number on all its members."""
+        with self._lock:
+            self._num_groups[name] = self._num_groups.get(name, 0) + 1
+            return self._num_groups[name]
 
     def close(self) -> None:
         """Leave the run. Idempotent."""
@@ -90,6 +99,9 @@ class Session:
                 self.clerk.answered(word, value)
             case words.Failed():
                 self.clerk.failed(word.reason)
+            case words.Goodbye():
+                if rank == 0:
+                    self.clerk.failed("rank 0, which keeps it, has left the group")
             case _:
                 pass  # late words of the seating
 
@@ -102,6 +114,18 @@ class Session:
                 self.team.send(rank, word, [memoryview(answer)])
 
         self.keeper.ask(ask, value, reply)
+
+
+def _dial(point: MeetingPoint, placement: Placement) -> Link:
+    for left in reversed(range(_NUM_DIALS)):
+        try:
+            return dial(point.address, new_peer(point.name), LinkSettings(), placement)
+        except Refused as refused:
+            # The group that met here before is leaving, and its last peer takes along what a broker
+            # had for this run, just when it was to be used again.
+            if refused.code != "missing" or not left:
+                raise
+    raise AssertionError("unreachable")
 
 
 def open_session(url: str, timeout: timedelta) -> Session:

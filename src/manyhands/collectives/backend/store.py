@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from manyhands.collectives.backend import messages as words
 from manyhands.core.errors import LinkTimeout, ManyhandsError, UsageError
@@ -21,14 +22,20 @@ _MAX_KEYS = 1024  # of one call
 Reply = Callable[[int, bytes, str], None]  # number, value, error
 
 
+class StoreTimeout(LinkTimeout, dist.DistStoreError):
+    """No answer in time. torch tries again where it catches its own error, a RuntimeError."""
+
+
+class StoreGone(ManyhandsError, dist.DistStoreError):
+    """There will be no answer any more."""
+
+
 @dataclass
 class Keeper:
     """The store itself. Answers now, or when the keys that are waited for have come."""
 
     _values: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    _waiting: list[tuple[words.Ask, Reply]] = field(
-        default_factory=list[tuple[words.Ask, Reply]]
-    )
+    _waiting: list[tuple[words.Ask, Reply]] = field(default_factory=list[tuple[words.Ask, Reply]])
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, ask: words.Ask, value: bytes, reply: Reply) -> None:
@@ -108,7 +115,7 @@ class Clerk:
         amount: int = 0,
         expected: bytes = b"",
     ) -> tuple[int, bytes]:
-        """Raises LinkTimeout (with the keys), UsageError, or what ended the team."""
+        """Raises StoreTimeout (with the keys), StoreGone (and why), UsageError."""
         if len(value) > self._value_bytes or len(keys) > _MAX_KEYS:
             raise UsageError(
                 f"{len(value)} bytes for {len(keys)} keys; a store takes {self._value_bytes} "
@@ -122,9 +129,9 @@ class Clerk:
             came = self._changed.wait_for(lambda: call in self._answers or self._error, timeout_s)
             self._open.discard(call)
             if not came:
-                raise LinkTimeout(f"the store's answer to {verb} {', '.join(keys)}", timeout_s)
+                raise StoreTimeout(f"key {', '.join(keys)} in the store", timeout_s)
             if call not in self._answers:
-                raise ManyhandsError(f"the store is gone: {self._error}")
+                raise StoreGone(f"`{verb} {', '.join(keys)}`: the store is gone: {self._error}")
             number, answer, error = self._answers.pop(call)
         if error:
             raise UsageError(error)
@@ -144,7 +151,7 @@ class Clerk:
             self._changed.notify_all()
 
 
-class MeetingStore(dist.Store):
+class MeetingStore(Store):
     """The store of a group, as torch wants it."""
 
     def __init__(self, clerk: Clerk, timeout_s: float, owner: object) -> None:
@@ -164,9 +171,15 @@ class MeetingStore(dist.Store):
     def append(self, key: str, value: str | bytes) -> None:
         self._clerk.ask("append", [key], self._seconds, value=_bytes(value))
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
         return self._clerk.ask(
-            "compare_set", [key], self._seconds, value=_bytes(desired), expected=_bytes(expected)
+            "compare_set",
+            [key],
+            self._seconds,
+            value=_bytes(desired_value),
+            expected=_bytes(expected_value),
         )[1]
 
     def check(self, keys: list[str]) -> bool:
@@ -178,12 +191,12 @@ class MeetingStore(dist.Store):
     def num_keys(self) -> int:
         return self._clerk.ask("count", [], self._seconds)[0]
 
-    def clone(self) -> dist.Store:
+    def clone(self) -> Store:
         return self
 
     # Through a PrefixStore torch looks these two up by their C++ names.
-    deleteKey = delete_key  # noqa: N815
-    getNumKeys = num_keys  # noqa: N815
+    deleteKey = delete_key
+    getNumKeys = num_keys
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]

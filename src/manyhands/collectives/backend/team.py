@@ -15,7 +15,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from manyhands.collectives.backend import messages as words
@@ -29,7 +29,6 @@ from manyhands.core.errors import (
     LinkError,
     LinkTimeout,
     ManyhandsError,
-    PeerGone,
     UsageError,
     WireError,
 )
@@ -43,6 +42,7 @@ log = logging.getLogger(__name__)
 AHEAD_BYTES = 64 << 20  # what all others together may make a slow member hold
 _STALL_S = 60.0  # an operation that waits this long is reported, once
 _TICK_S = 1.0  # how often deadlines are looked at
+_MAX_SHOWN = 4096  # operations that others wait in and this member has yet to start
 _PARTING_S = 10.0  # for what is still on its way when a member leaves
 
 
@@ -58,6 +58,19 @@ class _Early(NamedTuple):
     sender: int
     piece: words.Piece
     block: Block
+
+
+class Wanted(NamedTuple):
+    """A receive from whoever sends first.
+
+    `keys` are the operations it could become now, and whose data each would take; `take` makes it
+    one of them, unless another receive has that one already; `fail` says that nothing will come.
+    """
+
+    keys: Callable[[], Mapping[Key, int]]
+    take: Callable[[Key], bool]
+    fail: Callable[[BaseException], None]
+    deadline_s: float
 
 
 class Placement:
@@ -99,7 +112,7 @@ class Team:
         self._view = view
         self._error: ManyhandsError | None = None
         self._closing = False
-        self._any: list[tuple[dict[int, int], Callable[[int], None]]] = []
+        self._any: list[Wanted] = []
         self._courier = Courier(link, self._fail)
         self._reader: threading.Thread | None = None
 
@@ -121,16 +134,18 @@ class Team:
         exchange.started_s = time.monotonic()
         exchange.deadline_s = exchange.started_s + timeout_s
         with self._lock:
-            error = self._error or self._missing(exchange)
+            error = self._error
             if error is None:
                 self._running[key] = exchange
                 exchange.shown = self._shown_early.pop(key, set())
+                exchange.shown.update(early.sender for early in self._early.get(key, ()))
                 for outgoing in exchange.outgoing:
                     exchange.unsettled += not outgoing.settled
                     self._push(exchange, outgoing)
                 try:
                     for early in self._early.pop(key, ()):
                         self._use(exchange, early.sender, early.piece, early.block)
+                    self._check_parted(exchange)
                 except ManyhandsError as came:
                     error = came
                 else:
@@ -146,18 +161,25 @@ class Team:
         """A word to one member, for whoever shares this team's link."""
         self._courier.post(Letter(self.roster[rank], words.encode(word), buffers), urgent=True)
 
-    def on_any(self, streams: dict[int, int], take: Callable[[int], None]) -> None:
-        """Call `take(stream)` once, when data has come on one of `streams` at its next number."""
+    def on_any(self, wanted: Wanted) -> None:
+        """Have it take the first data that comes, or has come already."""
         with self._lock:
-            for key in self._early:
-                if streams.get(key.stream) == key.seq:
-                    take(key.stream)
+            error = self._error
+            if error is None:
+                if any(wanted.take(key) for key in list(self._early)):
                     return
-            self._any.append((streams, take))
-
-    def _missing(self, exchange: Exchange) -> ManyhandsError | None:
-        gone = [self.roster[rank] for rank in exchange.members if rank in self._parted]
-        return PeerGone(gone[0]) if gone else None
+                self._any.append(wanted)
+                for key, rank in wanted.keys().items():
+                    if self._accounts.receiving[rank].full:
+                        self.send(rank, words.Here(*key))
+                try:
+                    self._check_waiting()
+                except ManyhandsError as came:
+                    error = came
+        if error is not None and self._error is None:
+            self._fail(error)
+        elif error is not None:
+            wanted.fail(error)
 
     # -- sending --------------------------------------------------------------------------------
 
@@ -183,6 +205,8 @@ class Team:
             held, self._held = self._held, []
             for exchange, outgoing in held:
                 self._push(exchange, outgoing)
+            for exchange in dict.fromkeys(exchange for exchange, _ in held):
+                self._check_done(exchange)  # nothing else may be left to tell it
 
     def _post(self, exchange: Exchange, outgoing: Outgoing) -> None:
         readers = self._readers(exchange, outgoing)
@@ -215,7 +239,8 @@ class Team:
 
         confirm = sent if outgoing.release is not None or not outgoing.settled else None
         for address in addresses:
-            self._courier.post(Letter(address, message, buffers, confirm), urgent=urgent)
+            letter = Letter(address, message, buffers, confirm, hurry=not outgoing.settled)
+            self._courier.post(letter, urgent=urgent)
 
     def _say_here(self, exchange: Exchange) -> None:
         for rank in exchange.waits_for():
@@ -269,11 +294,15 @@ class Team:
                         raise TeamFailed("messages for this member were lost on their way")
         except ManyhandsError as error:
             self._fail(error)
+        except Exception as error:  # whatever it is, nobody may wait for this thread any more
+            log.exception("the reader of %s failed", self.link.me)
+            self._fail(TeamFailed(f"this member failed: {error!r}"))
 
     def _deliver(self, delivery: Delivery) -> None:
         rank = self._ranks.get(delivery.sender.incarnation)
         if rank is None:
-            return  # a stranger in the run: it is told so by the seating
+            self._turn_away(delivery)
+            return
         word = words.decode(delivery.message)
         match word:
             case words.Piece():
@@ -284,6 +313,9 @@ class Team:
                     exchange = self._running.get(key)
                     if exchange is None:
                         self._shown_early.setdefault(key, set()).add(rank)
+                        # Some come too late, when their operation is done: nobody asks for those.
+                        if len(self._shown_early) > _MAX_SHOWN:
+                            del self._shown_early[next(iter(self._shown_early))]
                     else:
                         exchange.shown.add(rank)
                         self._push_held()
@@ -296,10 +328,22 @@ class Team:
                 with self._lock:
                     self._parted.add(rank)
                     self._check_waiting()
+                self._other_words(rank, word, ())
             case words.Failed():
                 raise GaveUp(f"rank {rank} ({self.roster[rank]}) gave up: {word.reason}")
             case _:
                 self._other_words(rank, word, delivery.buffers)
+
+    def _turn_away(self, delivery: Delivery) -> None:
+        """A stranger asks for a seat: all are taken, unless this team is about to end."""
+        try:
+            word = words.decode(delivery.message)
+        except WireError:
+            return  # another kind of run
+        if isinstance(word, words.Hello) and not self._parted:
+            reason = f"all {len(self.roster)} ranks of this run are taken"
+            refusal = words.encode(words.Refusal(reason))
+            self._courier.post(Letter(delivery.sender, refusal), urgent=True)
 
     def _take_piece(self, rank: int, piece: words.Piece, delivery: Delivery) -> None:
         (buffer,) = delivery.buffers
@@ -316,12 +360,15 @@ class Team:
                     block = self.pool.take(buffer.nbytes)
                     block.view[:] = buffer
                 self._early.setdefault(key, []).append(_Early(rank, piece, block))
-                self._shown_early.setdefault(key, set()).add(rank)
                 self._match_any(key)
                 if account.full:
                     for waiting in self._running.values():
                         if rank in waiting.waits_for():
                             self.send(rank, words.Here(*waiting.key))
+                    for wanted in self._any:
+                        for other, sender in wanted.keys().items():
+                            if sender == rank:
+                                self.send(rank, words.Here(*other))
                 return
             if rank not in exchange.shown:
                 exchange.shown.add(rank)
@@ -333,10 +380,9 @@ class Team:
             self._check_done(exchange)
 
     def _match_any(self, key: Key) -> None:
-        for waiting in self._any:
-            if waiting[0].get(key.stream) == key.seq:
-                self._any.remove(waiting)
-                waiting[1](key.stream)
+        for wanted in self._any:
+            if wanted.take(key):
+                self._any.remove(wanted)
                 return
 
     def _use(self, exchange: Exchange, rank: int, piece: words.Piece, block: Block | None) -> None:
@@ -400,8 +446,9 @@ class Team:
                 if view.member(peer.incarnation) is None
             ]
             unexpected = [rank for rank in lost if rank not in self._parted]
-            # A goodbye explains a cut: whoever said it had nothing left to send.
-            explained = any(before.member(self.roster[rank].incarnation) for rank in lost)
+            # A goodbye explains a cut: whoever said it had nothing left to send. So does the end of
+            # a stranger, from whom nobody here expects anything.
+            explained = any(view.member(old.peer.incarnation) is None for old in before.roster)
         if unexpected:
             names = ", ".join(f"rank {rank} ({self.roster[rank]})" for rank in unexpected)
             raise TeamFailed(
@@ -417,16 +464,27 @@ class Team:
     def _check_waiting(self) -> None:
         """Whoever said goodbye sends nothing more: does anybody here wait for it?"""
         for exchange in self._running.values():
-            for rank in exchange.waits_for():
-                if rank in self._parted:
-                    raise TeamFailed(
-                        f"rank {rank} ({self.roster[rank]}) left the group while `{exchange.form}` "
-                        "waits for it"
-                    )
+            self._check_parted(exchange)
+        for wanted in self._any:
+            senders = set(wanted.keys().values())
+            if senders <= self._parted:
+                names = ", ".join(f"rank {rank}" for rank in sorted(senders))
+                raise TeamFailed(f"`recv` from any rank: all others ({names}) left the group")
+
+    def _check_parted(self, exchange: Exchange) -> None:
+        needed = set(exchange.waits_for())
+        for outgoing in exchange.outgoing:
+            needed.update(exchange.members[p] for p in self._readers(exchange, outgoing))
+        for rank in sorted(needed & self._parted):
+            raise TeamFailed(
+                f"rank {rank} ({self.roster[rank]}) left the group before `{exchange.form}`"
+            )
 
     def _check_deadlines(self) -> None:
         now_s = time.monotonic()
         with self._lock:
+            if any(now_s > wanted.deadline_s for wanted in self._any):
+                raise TeamFailed("`recv` from any rank: nobody sent anything within the timeout")
             for exchange in self._running.values():
                 if now_s > exchange.deadline_s:
                     waited = ", ".join(
@@ -462,10 +520,12 @@ class Team:
             running, self._running = list(self._running.values()), {}
             self._early.clear()
             self._held.clear()
-            self._any.clear()
+            wanted, self._any = self._any, []
         self._other_words(self.rank, words.Failed(str(error)[:1000]), ())
         for exchange in running:
             exchange.done(_told(error, exchange, self.roster))
+        for receive in wanted:
+            receive.fail(TeamFailed(f"`recv` from any rank failed: {error}"))
 
     @property
     def error(self) -> ManyhandsError | None:

@@ -1,0 +1,244 @@
+"""Member: this rank's place in a process group, and how the group's operations run.
+
+a method of the group ── build ──► Buffers, Exchange ──► team
+whoever waits ◄── Promise ◄── a thread of the completer ◄── done
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import Future as _Future
+from torch.futures import Future, collect_all  # pyright: ignore[reportUnknownVariableType]
+
+from manyhands.collectives.backend.arguments import timeout_of
+from manyhands.collectives.backend.buffers import Buffers
+from manyhands.collectives.backend.exchange import Exchange, Key
+from manyhands.collectives.backend.operations import Maker
+from manyhands.collectives.backend.session import Session
+from manyhands.collectives.backend.work import Promise, Sequel, current_sequel
+
+Build = Callable[[Maker, Buffers], Callable[[], Exchange]]
+"""Says which tensors are read and written, and returns what makes the exchange of them."""
+
+
+class Member(dist.ProcessGroup):
+    """Some ranks of a session, in order."""
+
+    def __init__(
+        self, session: Session, name: str, ranks: Sequence[int], timeout: timedelta
+    ) -> None:
+        self._session, self._ranks = session, tuple(ranks)
+        self._place = self._ranks.index(session.rank)
+        super().__init__(self._place, len(self._ranks))  # pyright: ignore[reportCallIssue]
+        self._name, self._desc = name, "undefined"
+        self._timeout_s = timeout.total_seconds()
+        team = session.team
+        self._maker = Maker(self._ranks, self._place, team.pool, team.link.terms.part_bytes)
+        self._lock = threading.Lock()
+        self._next: dict[int, int] = {}  # the number of the next operation of a stream
+        # torch gives the name of a destroyed group to a new one; what is said in it must not mix.
+        self._life = f"{name} {session.count(name)}"
+        self._stream = _stream_of(self._life)
+
+    # -- what torch asks of a group -------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return "manyhands"
+
+    def name(self) -> str:
+        return "manyhands"
+
+    def rank(self) -> int:
+        return self._place
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def getRank(self) -> int:
+        return self._place
+
+    def getSize(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def group_name(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        cuda = [torch.device("cuda")] if torch.cuda.is_available() else []
+        return [torch.device("cpu"), *cuda]
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # operations are numbered from the start
+
+    def shutdown(self) -> None:
+        """torch calls this from destroy_process_group: the world's group takes the link along."""
+        if self is self._session.world_group:
+            self._session.close()
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    # torch looks for a backend inside the group, and asks it what it can do.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> Member:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    # -- running --------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        build: Build,
+        result: object,
+        opts: object = None,
+        *,
+        stream: int | None = None,
+        key: Key | None = None,
+    ) -> Promise:
+        # What is made here is used on other threads, and some of it again and again.
+        with torch.inference_mode(mode=False):
+            return self._start(build, result, opts, stream, key)
+
+    def _start(
+        self, build: Build, result: object, opts: object, stream: int | None, key: Key | None
+    ) -> Promise:
+        session = self._session
+        buffers = Buffers(session.stream_for)
+        make = build(self._maker, buffers)
+        sequel: Sequel | None = None  # what follows from a message has no place in a group's order
+        if key is None and stream is not None:
+            key = self._next_key(stream)
+        elif key is None:
+            key = self._next_collective()
+            sequel = Sequel(self, key)
+        promise = Promise(buffers.device, sequel)
+        timeout_s = timeout_of(opts, self._timeout_s)
+
+        def done(error: BaseException | None) -> None:
+            session.completer.put(lambda: finish(error))
+
+        def finish(error: BaseException | None) -> None:
+            if error is not None:
+                return promise.break_(error)
+            try:
+                context = buffers.put_back()
+            except Exception as failed:  # noqa: BLE001  (it is handed on, not swallowed)
+                return promise.break_(failed)
+            with context:  # so that whoever waits, waits for the copy too
+                return promise.keep(result)
+
+        def go() -> None:
+            session.team.start(make(), key, timeout_s, done)
+
+        arrival = buffers.arrival()
+        if arrival is None:
+            go()
+        else:
+
+            def go_later() -> None:
+                try:
+                    arrival()
+                    go()
+                except Exception as failed:  # noqa: BLE001  (it is handed on, not swallowed)
+                    promise.break_(failed)
+
+            session.completer.put(go_later)
+        return promise
+
+    def _all(self, works: Sequence[Promise], result: Sequence[Any]) -> Promise:
+        promise = Promise(_device_of(result), works[0].sequel if works else None)
+        if not works:
+            promise.keep(result)
+            return promise
+        futures: list[Future[Any]] = [work.get_future() for work in works]
+        whole = cast("Future[Any]", collect_all(futures))  # pyright: ignore[reportUnknownVariableType]
+        self._hand_on(whole, promise, result)
+        return promise
+
+    def _hand_on(self, future: Future[Any], promise: Promise, result: object) -> None:
+        def finish(done: Future[Any]) -> None:
+            try:
+                value = done.value()
+                for one in cast("list[Any]", value) if isinstance(value, list) else ():
+                    if isinstance(one, _Future):
+                        one.value()
+            except Exception as error:  # noqa: BLE001  (it is handed on, not swallowed)
+                promise.break_(error)
+            else:
+                promise.keep(result)
+
+        future.then(finish)
+
+    def _next_collective(self) -> Key:
+        sequel = current_sequel()
+        if sequel is None or sequel.group is not self:
+            return self._next_key(self._stream)
+        stream = _stream_of(f"{self._life} after {sequel.key.stream} {sequel.key.seq}")
+        return Key(stream, sequel.number())
+
+    def _next_key(self, stream: int) -> Key:
+        with self._lock:
+            seq = self._next.get(stream, 0)
+            self._next[stream] = seq + 1
+            return Key(stream, seq)
+
+    def _claim(self, key: Key) -> bool:
+        """Take that very number, if it is the next one."""
+        with self._lock:
+            if self._next.get(key.stream, 0) != key.seq:
+                return False
+            self._next[key.stream] = key.seq + 1
+            return True
+
+    def _pair(self, sender: int, receiver: int, tag: int) -> int:
+        """Messages of one pair and tag are numbered apart: their order is theirs alone."""
+        return _stream_of(f"{self._life} {sender}>{receiver} {tag}")
+
+
+def _device_of(tensors: Sequence[Any]) -> torch.device | None:
+    for item in tensors:
+        found = item.device if isinstance(item, Tensor) else _device_of(item)
+        if found is not None and found.type != "cpu":
+            return found
+    return None
+
+
+def _stream_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")

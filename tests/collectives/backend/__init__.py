@@ -1,0 +1,1 @@
+"""The torch backend: unmodified programs over a hub and over RabbitMQ."""

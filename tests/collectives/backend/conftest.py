@@ -1,0 +1,99 @@
+"""A hub and a broker to meet at, and crews of processes that meet there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from tests.collectives.backend.crew import Crew, Zygote
+
+_runs = itertools.count()
+KINDS = ("hub", "amqp")
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """Starts before the leak check of the first test that uses it looks at processes."""
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def hub_port(tmp_path_factory):
+    """The `manyhands hub` command, plain, on a port of its own."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "manyhands", "hub", "--bind", "127.0.0.1:0", "--insecure"),
+            *("--json", "--state", str(tmp_path_factory.mktemp("hub"))),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    yield json.loads(process.stdout.readline())["port"]
+    process.terminate()
+    process.wait(30)
+    process.stdout.close()
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def kind(request):
+    """The kind of meeting point."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def new_url(kind, request):
+    """Makes addresses of runs that nobody has used."""
+    if kind == "hub":
+        port = request.getfixturevalue("hub_port")
+        return lambda: f"hub://127.0.0.1:{port}/run-{os.getpid()}-{next(_runs)}?insecure=1"
+    broker = request.getfixturevalue("broker")
+    return lambda: f"{broker.url()}?run=run-{os.getpid()}-{next(_runs)}"
+
+
+@pytest.fixture(scope="session", params=(2, 3))
+def world(request):
+    """The number of processes."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def shared_crew(zygote, new_url, world):
+    """A crew for all tests with this meeting point and size, until one of them breaks it."""
+    made = Crew(zygote, world)
+    try:
+        made.join(new_url())
+        yield made
+    except BaseException:
+        made.close()
+        raise
+    made.close(checked=not made.broken)
+
+
+@pytest.fixture
+def crew(shared_crew, zygote, new_url, world):
+    """The shared crew, or once that is broken, one of the test's own."""
+    if not shared_crew.broken:
+        yield shared_crew
+        return
+    with Crew(zygote, world) as made:
+        yield made.join(new_url())
+
+
+@pytest.fixture
+def new_crew(zygote, new_url):
+    """A context manager: a crew of the test's own, that may come to harm."""
+
+    @contextmanager
+    def make(world, *, env=None, **options):
+        with Crew(zygote, world, env=env) as made:
+            yield made.join(new_url(), **options)
+
+    return make

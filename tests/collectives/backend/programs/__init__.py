@@ -1,0 +1,1 @@
+"""What the processes of a crew run: one module a subject, one function a check."""

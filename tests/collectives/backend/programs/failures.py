@@ -1,0 +1,233 @@
+"""What the others see when a rank dies, stops, leaves or does something else.
+
+Every check returns what was raised, operation by operation, for the test to judge.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.collectives.backend.programs.training import batch_of, loss_of, make_model
+
+HUGE = 25_000_000  # floats: 100 MB
+
+
+def wait_among(victim: int) -> dict[str, str]:
+    """Start one operation of each kind that needs `victim`, and collect their errors."""
+    peer = next(r for r in range(dist.get_world_size()) if r not in (victim, dist.get_rank()))
+    huge = torch.ones(HUGE)
+    received = torch.zeros(300_000)
+    works = {
+        "all_reduce": dist.all_reduce(torch.ones(10), async_op=True),
+        "broadcast": dist.broadcast(torch.ones(100_000), victim, async_op=True),
+        "all_gather": dist.all_gather([torch.empty(9)] * 3, torch.ones(9), async_op=True),
+        "reduce_scatter": dist.reduce_scatter_single(
+            torch.empty(100_000), torch.ones(300_000), async_op=True
+        ),
+        "send": dist.irecv(received, victim, tag=9),
+        "recv": dist.irecv(torch.empty(5), tag=77),
+        "huge": dist.all_reduce(huge, async_op=True),
+        "barrier": dist.barrier(async_op=True),
+    }
+    store = dist.distributed_c10d._get_default_store()
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(lambda: error_of(lambda: store.get("never set")))
+        dist.isend(torch.ones(1), victim, tag=1).wait()  # everything has been started
+        errors = {name: error_of(work.wait) for name, work in works.items()}
+        errors["store"] = got.result()
+    # The memory is its owner's again: nobody writes into it any more.
+    huge.fill_(3.0)
+    received.fill_(3.0)
+    start_s = time.monotonic()
+    errors["later"] = error_of(lambda: dist.all_reduce(torch.ones(3)))
+    errors["later send"] = error_of(lambda: dist.send(torch.ones(3), peer))
+    errors["later store"] = error_of(lambda: store.get("x"))
+    errors["later any"] = error_of(lambda: dist.recv(torch.ones(3)))
+    assert time.monotonic() - start_s < 2.0, "a group that has failed must say so at once"
+    time.sleep(0.3)  # for writes that must not come
+    assert (huge == 3.0).all()
+    assert (received == 3.0).all()
+    return errors
+
+
+def die_among() -> None:
+    """When the others have started everything, take part in the large one and die during it."""
+    rank = dist.get_rank()
+    for other in range(dist.get_world_size()):
+        if other != rank:
+            dist.recv(torch.empty(1), other, tag=1)
+    dist.all_reduce(torch.ones(10))
+    dist.broadcast(torch.ones(100_000), rank)
+    dist.all_gather([torch.empty(9)] * 3, torch.ones(9))
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    dist.reduce_scatter_single(torch.empty(100_000), torch.ones(300_000))
+    dist.all_reduce(torch.ones(HUGE))
+    signal.pause()
+
+
+def error_of(call) -> str:
+    """What `call()` raises: its type and message; empty if it ends well."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  (the test judges it)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def train_until_error(victim: int, at_step: int) -> dict[str, object]:
+    """DDP; `victim` dies between the buckets of one backward pass."""
+    rank = dist.get_rank()
+    model = make_model()
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.06)
+    for step in range(100):
+        inputs, labels = batch_of(rank, step)
+        if rank == victim and step == at_step:
+            model[2].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        start_s = time.monotonic()
+        try:
+            loss_of(wrapped(inputs), labels).backward()
+        except RuntimeError as error:
+            took_s = time.monotonic() - start_s
+            return {"step": step, "error": str(error), "took_s": took_s}
+    raise AssertionError("no step failed")
+
+
+def train_with_a_hook_until_error(victim: int) -> dict[str, object]:
+    """The same with a hook in Python that chains to the future."""
+
+    def hook(group, bucket):
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return (
+            work.get_future().then(lambda future: future.value()[0]).then(lambda f: f.value() / 2)
+        )
+
+    rank = dist.get_rank()
+    wrapped = DistributedDataParallel(make_model(), bucket_cap_mb=0.06)
+    wrapped.register_comm_hook(dist.group.WORLD, hook)
+    for step in range(100):
+        inputs, labels = batch_of(rank, step)
+        if rank == victim and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            loss_of(wrapped(inputs), labels).backward()
+        except RuntimeError as error:
+            return {"step": step, "error": str(error), "took_s": 0.0}
+    raise AssertionError("no step failed")
+
+
+def all_reduce_until_error() -> dict[str, object]:
+    """Returns how long the one that failed took."""
+    tensor = torch.ones(20_000)
+    while True:
+        start_s = time.monotonic()
+        error = error_of(lambda: dist.all_reduce(tensor))
+        if error:
+            return {"error": error, "took_s": time.monotonic() - start_s}
+        tensor.fill_(1.0)
+
+
+def differ(what: str) -> str:
+    """Ranks that do not do the same; returns what was raised here."""
+    rank = dist.get_rank()
+    if what == "operations":
+        return error_of(
+            (lambda: dist.all_reduce(torch.ones(5)))
+            if rank == 0
+            else (lambda: dist.broadcast(torch.ones(5), 0))
+        )
+    if what == "sizes":
+        return error_of(lambda: dist.all_reduce(torch.ones(5 + rank)))
+    if what == "large sizes":
+        return error_of(lambda: dist.all_reduce(torch.ones(500_000 + rank)))
+    if what == "dtypes":
+        dtype = torch.float32 if rank == 0 else torch.int32
+        return error_of(lambda: dist.all_reduce(torch.ones(5, dtype=dtype)))
+    if what == "splits":
+        # One row for the other and one for itself; the last rank wants two from everybody.
+        wanted = [1] * dist.get_world_size() if rank == 0 else [2, 1]
+        return error_of(
+            lambda: (
+                dist.all_to_all_single(torch.empty(sum(wanted)), torch.ones(2), wanted, [1, 1]),
+                dist.barrier(),
+            )
+        )
+    if what == "pair sizes":
+        if rank == 0:
+            return error_of(lambda: (dist.send(torch.ones(5), 1), dist.barrier()))
+        return error_of(lambda: dist.recv(torch.ones(6), 0))
+    raise AssertionError(what)
+
+
+def late(seconds: float) -> str:
+    """Rank 1 does not call what rank 0 waits for; the group's timeout is short."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    if dist.get_rank() == 0:
+        return error_of(lambda: dist.all_reduce(torch.ones(3), group=group))
+    return error_of(lambda: dist.recv(torch.ones(3), 0))
+
+
+def leave_early() -> None:
+    """Raise, as a program with a mistake would: nothing here catches it."""
+    dist.destroy_process_group()
+
+
+def give_and_leave() -> None:
+    """Everything this rank owes has left with it: the others do without it."""
+    rank, num = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((200_000,), float(rank))
+    rest = dist.new_group(list(range(1, num)))
+    if rank == 0:
+        for other in range(1, num):
+            dist.send(tensor, other)
+        dist.broadcast(tensor, 0)
+        dist.reduce(tensor, 1)
+        dist.destroy_process_group()
+        return
+    store = dist.distributed_c10d._get_default_store()
+    text = error_of(lambda: store.wait(["gone"], timedelta(seconds=30)))
+    assert "rank 0" in text, text  # it has left, and the store with it
+    came = torch.empty(200_000)
+    dist.recv(came, 0)
+    assert (came == 0).all()
+    dist.broadcast(tensor, 0)
+    assert (tensor == 0).all()
+    tensor.fill_(rank)
+    dist.reduce(tensor, 1)
+    if rank == 1:
+        assert (tensor == sum(range(num))).all()
+    if num > 2:
+        tensor.fill_(1.0)
+        dist.all_reduce(tensor, group=rest)
+        assert (tensor == num - 1).all()
+    text = error_of(lambda: dist.all_reduce(torch.ones(3)))
+    assert "rank 0" in text, text
+    assert "left" in text, text
+
+
+def answer_to_one_that_left() -> None:
+    """A rank waits for a key, gives up and leaves; the key comes later. Nobody else is harmed."""
+    rank, num = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    others = dist.new_group(list(range(num - 1)))
+    if rank == num - 1:
+        text = error_of(lambda: store.wait(["late"], timedelta(milliseconds=50)))
+        assert text.startswith("StoreTimeout"), text
+        dist.send(torch.ones(1), 0)
+        dist.destroy_process_group()
+        return
+    if rank == 0:
+        dist.recv(torch.ones(1), num - 1)
+        store.set("late", "now")
+    for _ in range(20):
+        tensor = torch.ones(20_000)
+        dist.all_reduce(tensor, group=others)
+        assert (tensor == num - 1).all()

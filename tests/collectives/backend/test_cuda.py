@@ -1,0 +1,131 @@
+"""CUDA tensors over the hub: two processes on one GPU. Skips, and says so, where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from manyhands.links.hub import Hub
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: run this on a machine that has one"
+)
+
+PROGRAM = """
+import json, sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+rank, world, url = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.cuda.set_device(0)
+dist.init_process_group("manyhands", init_method=url, rank=rank, world_size=world)
+device = torch.device("cuda", 0)
+facts = {}
+
+# Sums and transfers, of all kinds of memory.
+for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+    for numel in (0, 1, 5000, 3_000_001):
+        x = torch.arange(numel, device=device).remainder(50).to(dtype) + rank
+        dist.all_reduce(x)
+        given = torch.arange(numel).remainder(50)
+        wanted = sum((given.to(dtype) + r).double() for r in range(world))
+        assert torch.equal(x.cpu().double(), wanted), (dtype, numel)
+x = torch.arange(24.0, device=device).view(4, 6).t()  # not contiguous
+dist.broadcast(x, 0)
+assert torch.equal(x.cpu(), torch.arange(24.0).view(4, 6).t())
+outs = [torch.empty(70000, device=device) for _ in range(world)]
+dist.all_gather(outs, torch.full((70000,), float(rank), device=device))
+assert [float(o.max()) for o in outs] == [float(r) for r in range(world)]
+if rank == 0:
+    dist.send(torch.full((500_000,), 3.0, device=device), 1)
+elif rank == 1:
+    got = torch.empty(500_000, device=device)
+    dist.recv(got, 0)
+    assert bool((got == 3).all())
+
+# Work that is still queued on the user's stream counts; what follows on it sees the result.
+big = torch.randn(3000, 3000, device=device, generator=torch.Generator(device).manual_seed(1))
+for _ in range(20):
+    big = big @ big
+    big /= big.abs().max()
+mine = big.flatten()[:1_000_000].clone()
+expected = mine * world
+torch.cuda.set_sync_debug_mode("error")  # the call itself must not wait for the GPU
+work = dist.all_reduce(mine, async_op=True)
+torch.cuda.set_sync_debug_mode("default")
+work.wait()
+after = mine - expected  # queued behind the result, without a synchronisation in between
+assert float(after.abs().max()) == 0.0
+
+# DDP: the gradients of one process on the whole batch.
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024), torch.nn.ReLU(),
+        torch.nn.Linear(1024, 10)
+    ).to(device).double()
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8 * world, 64, generator=generator).double().to(device)
+
+def train(model, share):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(share(batch(step))).pow(2).mean().backward()
+        optimizer.step()
+
+model, alone = make(), make()
+train(DistributedDataParallel(model, bucket_cap_mb=1), lambda x: x[rank::world])
+train(alone, lambda x: x)
+facts["off"] = max(
+    float((a - b).abs().max()) for a, b in zip(model.parameters(), alone.parameters())
+)
+
+# How long a bucket takes from GPU to GPU.
+x = torch.randn(2_000_000, device=device)
+times = []
+for _ in range(20):
+    dist.barrier()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    times.append(time.perf_counter() - start)
+    x /= world
+facts["ms_8_mb"] = 1e3 * sorted(times)[10]
+dist.destroy_process_group()
+print(json.dumps(facts))
+"""
+
+
+def test_two_processes_on_one_gpu(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    with Hub("127.0.0.1:0", insecure=True) as hub:
+        url = f"hub://127.0.0.1:{hub.address.port}/cuda?insecure=1"
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(program), str(rank), "2", url],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")},
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [process.communicate(timeout=110) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    for process, (_, stderr) in zip(ranks, said, strict=True):
+        assert process.returncode == 0, stderr
+    facts = [json.loads(stdout.splitlines()[-1]) for stdout, _ in said]
+    print(facts)
+    assert all(fact["off"] < 1e-12 for fact in facts), facts

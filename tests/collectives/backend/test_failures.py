@@ -1,0 +1,136 @@
+"""A rank that dies, stops, leaves or errs is an error on every other rank, by name, in time.
+
+Nobody hangs, nobody crashes: the survivors end as processes do, with no thread left (`Crew.close`).
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from manyhands.links.base import LinkSettings, open_link
+from manyhands.links.messages import Terms
+from tests.collectives.backend.crew import Crew
+
+LEASE_S, MARGIN_S = 10.0, 5.0
+
+
+def test_killed_with_everything_under_way(new_crew):
+    with new_crew(3) as crew:
+        crew.begin("failures", "wait_among", 2, ranks=[0, 1])
+        crew.begin("failures", "die_among", ranks=[2])
+        assert crew.ended(2) == -signal.SIGKILL
+        start_s = time.monotonic()
+        answers = crew.finish(ranks=[0, 1])
+        assert time.monotonic() - start_s < LEASE_S + MARGIN_S
+        for answer in answers.values():
+            assert answer.ok, answer.value
+            errors = answer.value
+            finished = {"all_reduce", "broadcast", "all_gather", "reduce_scatter"}
+            for name, text in errors.items():
+                if name in finished and not text:
+                    continue  # that was before its death
+                assert "rank 2" in text or "ranks 2" in text, (name, text)
+                assert "rank-2" in text, (name, text)
+            for name, form in (("huge", "all_reduce float32[25000000]"), ("barrier", "barrier")):
+                assert f"`{form}" in errors[name], errors[name]
+            assert "`send float32[300000]" in errors["send"]
+            assert "recv" in errors["recv"]
+            assert errors["store"].startswith("StoreGone"), errors["store"]
+            assert errors["barrier"].startswith("DistBackendError"), errors["barrier"]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_in_a_backward_pass(new_crew, victim):
+    with new_crew(3) as crew:
+        crew.begin("failures", "train_until_error", victim, 3)
+        assert crew.ended(victim) == -signal.SIGKILL
+        for answer in crew.finish().values():
+            assert answer.ok, answer.value
+            assert answer.value["step"] == 3
+            assert f"rank-{victim}" in answer.value["error"]
+            assert "all_reduce" in answer.value["error"]
+            assert answer.value["took_s"] < LEASE_S + MARGIN_S
+
+
+def test_killed_before_a_hook_in_python(new_crew):
+    with new_crew(2) as crew:
+        crew.begin("failures", "train_with_a_hook_until_error", 1)
+        assert crew.ended(1) == -signal.SIGKILL
+        (answer,) = crew.finish().values()
+        assert answer.ok, answer.value
+        assert "rank-1" in answer.value["error"]
+        assert "all_reduce" in answer.value["error"]
+
+
+def test_stopped(zygote, new_url):
+    """A process that stands still is out when its lease ends; it finds out when it goes on."""
+    url = new_url()
+    terms = Terms(beat_s=0.3, lease_s=2.0)
+    # Whoever opens the run sets its terms; this one only watches.
+    with (
+        open_link(url, name="watcher", settings=LinkSettings(terms=terms)),
+        Crew(zygote, 3) as crew,
+    ):
+        crew.join(url)
+        crew.begin("failures", "all_reduce_until_error")
+        crew.signal(1, signal.SIGSTOP)
+        start_s = time.monotonic()
+        answers = crew.finish(ranks=[0, 2])
+        assert time.monotonic() - start_s < terms.lease_s + MARGIN_S
+        crew.signal(1, signal.SIGCONT)
+        answers |= crew.finish(ranks=[1])
+        for rank, answer in answers.items():
+            assert answer.ok, answer.value
+            assert "all_reduce" in answer.value["error"]
+            if rank != 1:
+                assert "rank-1" in answer.value["error"]
+
+
+def test_ranks_that_differ_and_start_anew(new_crew, new_url):
+    """Everybody is told who does what; then the same processes meet again and go on."""
+    with new_crew(2) as crew:
+        for what, expected in {
+            "operations": ("`all_reduce float32[5]", "`broadcast float32[5]"),
+            "sizes": ("float32[5]", "float32[6]"),
+            "large sizes": ("float32[500000]", "float32[500001]"),
+            "dtypes": ("float32[5]", "int32[5]"),
+            "splits": ("`all_to_all float32`", "expects 8 bytes"),
+            "pair sizes": ("float32[5]", "float32[6]"),
+        }.items():
+            texts = crew.call("failures", "differ", what)
+            for rank, text in texts.items():
+                assert f"rank-{1 - rank}" in text or f"rank {1 - rank}" in text, (what, rank, text)
+                assert all(word in text for word in expected), (what, rank, text)
+            crew.call("life", "leave")
+            crew.join(new_url())
+        crew.call("sums", "coalesced")
+
+
+def test_left_behind(new_crew, new_url):
+    """Leaving while others wait is an error for them; what was sent before is not lost."""
+    with new_crew(3) as crew:
+        crew.begin("failures", "all_reduce_until_error", ranks=[0, 1])
+        crew.begin("failures", "leave_early", ranks=[2])
+        answers = crew.finish()
+        for rank in (0, 1):
+            assert answers[rank].ok
+            assert "rank 2" in answers[rank].value["error"]
+            assert "all_reduce" in answers[rank].value["error"]
+        crew.call("life", "leave")
+        crew.join(new_url())
+        crew.call("failures", "give_and_leave")
+        crew.call("life", "leave")
+        crew.join(new_url())
+        crew.call("failures", "answer_to_one_that_left")
+
+
+def test_not_called_in_time(new_crew):
+    """The group's timeout names the operation and who has not called it."""
+    with new_crew(2) as crew:
+        texts = crew.call("failures", "late", 1.0)
+        assert "`all_reduce float32[3]" in texts[0]
+        assert "rank 1 (rank-1" in texts[0]
+        assert "rank 0 (rank-0" in texts[1]  # which has given up

@@ -1,0 +1,236 @@
+"""How processes find each other: arguments, torchrun, meeting point, join code; and mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyhands.links.hub import Hub
+from tests.collectives.backend import programs
+from tests.collectives.backend.crew import Crew
+
+SCRIPT = Path(programs.__file__).parent / "script.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+@pytest.fixture(scope="module")
+def loose(zygote):
+    """Three processes in no group."""
+    with Crew(zygote, 3, env={"CREW_WORLD": "3"}) as made:
+        yield made
+
+
+def entered(answers):
+    """rank -> (world, the sum) of those that got in; process -> error of the others."""
+    inside = {a["rank"]: (a["world"], a["sum"]) for a in answers.values() if "rank" in a}
+    return inside, {process: a["error"] for process, a in answers.items() if "error" in a}
+
+
+ALL_IN = {0: (3, 7.0), 1: (3, 7.0), 2: (3, 7.0)}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {r: {"rank": r, "world_size": 3} for r in range(3)},
+        {0: {}, 1: {"world_size": 3}, 2: {}},
+        {0: {"rank": 2, "world_size": 3}, 1: {}, 2: {"world_size": 3}},
+    ],
+    ids=["arguments", "meeting point", "mixed"],
+)
+def test_ranks(loose, new_url, given):
+    inside, errors = entered(loose.call("launch", "enter", given, url=new_url()))
+    assert not errors
+    assert inside == ALL_IN
+
+
+def test_ranks_stay_with_those_who_asked_for_them(loose, new_url):
+    given = {0: {"rank": 2, "world_size": 3}, 1: {"rank": 0, "world_size": 3}, 2: {}}
+    answers = loose.call("launch", "enter", given, url=new_url())
+    assert {process: answer["rank"] for process, answer in answers.items()} == {0: 2, 1: 0, 2: 1}
+
+
+def test_a_join_code(loose, tmp_path):
+    """TLS, certificate and token: all of it in one word."""
+    with Hub("127.0.0.1:0", state=tmp_path / "state") as hub:
+        code = dataclasses.replace(hub.address, run="coded").code()
+        given = {r: {"rank": r, "world_size": 3} for r in range(3)}
+        inside, errors = entered(loose.call("launch", "enter", given, url=code))
+        assert not errors
+        assert inside == ALL_IN
+
+
+@pytest.mark.parametrize(
+    ("given", "who", "words"),
+    [
+        ({r: {"rank": r, "world_size": 3 + (r == 1)} for r in range(3)}, (0, 1, 2), ["[3, 4]"]),
+        ({r: {"rank": r + 1, "world_size": 3} for r in range(3)}, (2,), ["rank 3", "world of 3"]),
+        ({0: {"rank": 5}, 1: {"world_size": 3}, 2: {}}, (0, 1, 2), ["rank 5", "world_size is 3"]),
+        # Those that have given up a moment earlier are missing too.
+        (
+            {r: {"rank": r, "world_size": 4} for r in range(3)},
+            (0, 1, 2),
+            ["no rank ", "3 within 2 s"],
+        ),
+        ({r: {"world_size": 4} for r in range(3)}, (0, 1, 2), ["more of 4 peers within 2 s"]),
+        ({}, (0, 1, 2), ["knows world_size"]),
+    ],
+    ids=[
+        *("worlds", "rank of 3", "rank of another's world"),
+        *("one missing", "some missing", "no world"),
+    ],
+)
+def test_what_cannot_work_is_said(loose, new_url, given, who, words):
+    answers = loose.call("launch", "enter", given, url=new_url(), timeout_s=2.0)
+    _, errors = entered(answers)
+    for process in who:
+        assert process in errors, answers
+        assert all(word in errors[process] for word in words), errors[process]
+        assert answers[process]["took_s"] < 10
+
+
+def test_one_more_than_the_world_is_turned_away(new_crew, zygote, new_url):
+    """Long after the others have met; they do not notice."""
+    url = new_url()
+    with Crew(zygote, 2) as crew, Crew(zygote, 1) as late:
+        crew.join(url)
+        (answer,) = late.call("launch", "enter", {0: {"world_size": 2}}, url=url).values()
+        assert "all 2 ranks of this run are taken" in answer["error"]
+        crew.call("sums", "coalesced")
+
+
+def test_a_rank_that_is_given_twice(loose, new_url):
+    """Whoever comes later is taken for a restart of the first, which is told so."""
+    given = {
+        0: {"rank": 0, "world_size": 3, "timeout_s": 3.5},
+        1: {"rank": 1, "world_size": 3, "delay_s": 0.3, "timeout_s": 2.5},
+        2: {"rank": 1, "world_size": 3, "delay_s": 0.6, "timeout_s": 2.5},
+    }
+    answers = loose.call("launch", "enter", given, url=new_url())
+    assert "rank-1" in answers[1]["error"] or "no longer part" in answers[1]["error"], answers[1]
+    for process in (0, 2):
+        assert "rank 2" in answers[process]["error"], answers[process]
+
+
+@pytest.mark.parametrize("kind", ["hub"], indirect=True)
+def test_no_meeting_point(loose, kind):
+    """The error says what to pass; torch's own store cannot carry tensors."""
+    port = free_port()
+    given = {
+        0: {"url": f"tcp://127.0.0.1:{port}", "rank": 0, "world_size": 1},
+        1: {"url": "no-such-thing", "rank": 0, "world_size": 1},
+        2: {"url": "hub://127.0.0.1:1/", "rank": 0, "world_size": 1},
+    }
+    answers = loose.call("launch", "enter", given)
+    assert "init_method=" in answers[0]["error"], answers[0]
+    assert "join code" in answers[1]["error"], answers[1]
+    assert "names no run" in answers[2]["error"], answers[2]
+
+
+def test_group_after_group(loose, new_url, kind):
+    # A broker may have a new group wait for the lease of the one before it.
+    loose.call("launch", "again_and_again", new_url(), 4 if kind == "hub" else 2)
+
+
+def test_torch_looks_closely(new_crew):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL and TORCH_DIST_INIT_BARRIER=1."""
+    env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_DIST_INIT_BARRIER": "1"}
+    with new_crew(2, env=env) as crew:
+        crew.call("launch", "set_debug_level")
+        crew.call("ddp", "plain")
+        crew.call("ddp", "find_unused")
+        crew.call("groups", "local_synchronization")
+        crew.call("transfers", "objects")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a process whose output can be read; what it leaves behind is the test's."""
+    return lambda *command, **variables: begin(*command, TMPDIR=str(tmp_path), **variables)
+
+
+def begin(*command, **variables):
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env | {"OMP_NUM_THREADS": "1"} | variables,
+    )
+
+
+def ended(*processes):
+    """(code, stdout, stderr) of each; none is left running."""
+    try:
+        said = [process.communicate(timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()
+    return [(p.returncode, *texts) for p, texts in zip(processes, said, strict=True)]
+
+
+def test_torchrun(new_url, start):
+    """RANK and WORLD_SIZE are torchrun's; the script names the meeting point alone."""
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, "torchrun", new_url())
+    ((code, out, err),) = ended(start(*command))
+    assert code == 0, err
+    assert sorted(out.split("\n")) == ["", "torchrun 0/2 3", "torchrun 1/2 3"]
+    assert "Error" not in err, err
+
+
+@pytest.mark.parametrize("kind", ["hub"], indirect=True)
+def test_imports_in_any_order_and_no_goodbye(kind, new_url, start):
+    """manyhands before torch, after it, not at all, without torch's search for backends.
+
+    Three of them end without destroy_process_group.
+    """
+    url = new_url()
+    hows = ("before", "after", "not at all", "no autoload")
+    processes = [
+        start(
+            *(sys.executable, "-W", "error", SCRIPT, how, url),
+            **({"WORLD_SIZE": "4"} if how == "before" else {}),
+            **({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if how == "no autoload" else {}),
+        )
+        for how in hows
+    ]
+    for how, (code, out, err) in zip(hows, ended(*processes), strict=True):
+        assert code == 0, (how, err)
+        assert out.startswith(how), out
+        assert out.endswith("/4 10\n"), out
+        assert not err, err
+
+
+@pytest.mark.parametrize("kind", ["amqp"], indirect=True)
+def test_a_program_that_raises(kind, new_url, start):
+    """Its own traceback there, an error that names it here; both end as programs do."""
+    url = new_url()
+    processes = [
+        start(sys.executable, SCRIPT, "raise", url, RANK=str(rank), WORLD_SIZE="2")
+        for rank in range(2)
+    ]
+    (code, _, err), (victim_code, _, victim_err) = ended(*processes)
+    assert (code, victim_code) == (1, 1)
+    assert "ValueError: a mistake of rank 1" in victim_err
+    assert "`barrier`" in err
+    assert "rank 1 (rank-1" in err
+    for text in (err, victim_err):
+        assert "terminate called" not in text
+        assert "Fatal" not in text
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

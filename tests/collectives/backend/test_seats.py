@@ -1,0 +1,48 @@
+"""Who gets which rank: every case, without processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.collectives.backend.messages import Hello
+from manyhands.collectives.backend.seats import assign, name_of, rank_of
+
+A, B, C = 11, 22, 33
+
+
+@pytest.mark.parametrize(
+    ("hellos", "seated"),
+    [
+        ({A: Hello(0, 2), B: Hello(1, 2)}, (A, B)),
+        ({A: Hello(1, 2), B: Hello(0, 2)}, (B, A)),
+        ({A: Hello(None, None), B: Hello(None, 2)}, (A, B)),
+        ({A: Hello(None, 3), B: Hello(0, None), C: Hello(None, None)}, (B, A, C)),
+        ({A: Hello(None, 2), B: Hello(None, 2), C: Hello(None, 2)}, (A, B)),
+        ({A: Hello(None, 2), B: Hello(None, 2), C: Hello(0, 2)}, (C, A)),
+        ({A: Hello(None, 1)}, (A,)),
+        ({A: Hello(0, 2)}, None),
+        ({A: Hello(None, None), B: Hello(1, None)}, None),
+        ({}, None),
+    ],
+)
+def test_seats(hellos, seated):
+    assert assign([A, B, C], hellos) == seated
+
+
+@pytest.mark.parametrize(
+    ("hellos", "words"),
+    [
+        ({A: Hello(0, 2), B: Hello(1, 3)}, "disagree on world_size: [2, 3]"),
+        ({A: Hello(0, 2), B: Hello(2, None)}, "rank 2 was given, but world_size is 2"),
+        ({A: Hello(0, 2), B: Hello(0, None)}, "rank 0 was given to two peers"),
+    ],
+)
+def test_refusals(hellos, words):
+    assert words in assign([A, B, C], hellos)
+
+
+def test_peers_are_named_after_their_ranks():
+    assert rank_of(name_of(12)) == 12
+    assert name_of(None) is None
+    for other in ("rank-", "rank-01", "rank-x", "12", "host-3-abc"):
+        assert rank_of(other) is None

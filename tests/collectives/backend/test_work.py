@@ -1,0 +1,119 @@
+"""How an operation's end is told: threads, chains of callbacks, errors that C++ can read."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from manyhands.collectives.backend.exchange import Key
+from manyhands.collectives.backend.work import Completer, Promise, Sequel, current_sequel
+from manyhands.core.errors import LinkError
+
+
+@pytest.fixture
+def completer():
+    made = Completer("test")
+    yield made
+    made.close()
+
+
+def test_no_act_waits_for_another(completer):
+    """Each of these can only end when all have begun."""
+    together = threading.Barrier(20, timeout=30)
+    ended = threading.Semaphore(0)
+
+    def act():
+        together.wait()
+        ended.release()
+
+    for _ in range(20):
+        completer.put(act)
+    for _ in range(20):
+        assert ended.acquire(timeout=30)
+
+
+def test_acts_that_do_not_wait_share_threads(completer):
+    before = threading.active_count()
+    ended = threading.Semaphore(0)
+    for _ in range(2000):
+        completer.put(ended.release)
+    for _ in range(2000):
+        assert ended.acquire(timeout=30)
+    assert threading.active_count() - before < 200
+
+
+def test_what_was_put_is_run_before_the_end(completer):
+    done = []
+    for number in range(100):
+        completer.put(lambda n=number: done.append(n))
+    completer.close()
+    assert sorted(done) == list(range(100))
+    completer.put(lambda: done.append("late"))
+    assert done[-1] == "late"
+
+
+def test_a_promise_that_is_kept():
+    promise = Promise(None)
+    tensor = torch.ones(3)
+    assert not promise.is_completed()
+    with pytest.raises(dist.DistBackendError, match=r"not finished within 0\.01 s"):
+        promise.wait(timedelta(milliseconds=10))
+    chained = promise.get_future().then(lambda future: future.value()[0] + 1)
+    promise.keep([tensor])
+    assert promise.wait()
+    assert promise.is_success()
+    assert promise.exception() is None
+    assert torch.equal(chained.wait(), tensor + 1)
+
+
+def test_a_promise_that_is_broken():
+    promise = Promise(None)
+    cause = LinkError("rank 1 is gone", hint="restart it")
+    chained = promise.get_future().then(lambda future: future.value()).then(lambda f: f.value())
+    promise.break_(cause)
+    with pytest.raises(dist.DistBackendError, match="rank 1 is gone") as raised:
+        promise.wait()
+    assert raised.value.__cause__ is cause
+    assert promise.is_completed()
+    assert not promise.is_success()
+    assert promise.exception() is cause
+    with pytest.raises(LinkError, match="rank 1 is gone"):
+        chained.wait()
+
+
+def test_an_error_is_no_tensor_to_cpp():
+    """What DDP's reducer does to a value: it must find an error there, or it crashes."""
+    promise = Promise(None)
+    promise.break_(LinkError("rank 1 is gone"))
+    work = torch._C._distributed_c10d._create_work_from_future(promise.get_future())
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        work.result()
+
+
+@pytest.mark.parametrize("first", ["kept", "chained"])
+def test_callbacks_know_their_operation(first):
+    """On whichever thread they run: at once if the result was there, else where it is set."""
+    sequel = Sequel("group", Key(3, 4))
+    promise = Promise(None, sequel)
+    seen = []
+
+    def look(future):
+        seen.append((current_sequel(), sequel.number()))
+        return future.value()
+
+    if first == "kept":
+        promise.keep([])
+    future = promise.get_future().then(look).then(look)
+    promise.get_future().add_done_callback(look)
+    if first == "chained":
+        setter = threading.Thread(target=promise.keep, args=([],))
+        setter.start()
+        setter.join()
+    future.wait()
+    assert [number for _, number in seen] == [0, 1, 2]
+    assert {found for found, _ in seen} == {sequel}
+    assert current_sequel() is None

@@ -1,0 +1,90 @@
+"""One member that measures what rounds cost it in memory, besides the tensors themselves.
+
+    python -m tests.collectives.rounds_memory URL RUN NAME MIB NUM_ROUNDS WIRE LATE_S
+
+Prints one JSON object: `base` is what the process has resident with the tensors and the engine in
+place, before any round; `peaks` the most it had resident during each round since, in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from manyhands.collectives.mail import Mail
+from manyhands.collectives.outcomes import Committed, Stopped, Task
+from manyhands.collectives.rounds import Rounds
+from manyhands.core.peers import PeerState
+from manyhands.links.base import LinkSettings, open_link
+from manyhands.links.messages import Terms
+
+PATIENCE_S = 60.0
+WARM_UP = 2  # rounds of the founder alone
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(line: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(each.split()[1]) for each in lines if each.startswith(line)) << 10
+
+
+def wait_for_another(rounds: Rounds, round_: int) -> None:
+    states = (PeerState.ACTIVE,) if round_ else ()
+    deadline = time.monotonic() + PATIENCE_S
+    while round_ < WARM_UP and len(rounds.view.peers(*states)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def main(url: str, run: str, name: str, mib: int, num_rounds: int, wire: str, late_s: float):
+    torch.set_num_threads(1)
+    mail = Mail()
+    # Many layers, of which some are large: as in a model.
+    num = mib * (1 << 20) // 4
+    sizes = [num // 2, num // 4, *[num // 4 // 64] * 64]
+    tensors = [torch.ones(size) for size in sizes]
+    # The second follows the first's rounds before it takes part: it must not fall behind.
+    settings = LinkSettings(terms=Terms(watch_bytes=1 << 30))
+    with open_link(url, run=run, name=name, place=mail, settings=settings) as link:
+        rounds = Rounds(
+            link, tensors, num_samples=lambda r: 8, num_rounds=num_rounds, wire=wire, mail=mail
+        )
+        base, peaks, right = resident("VmRSS"), [], True
+        rounds.start()
+        rounds.offer_state(0, b"")
+        while True:
+            match rounds.next(PATIENCE_S):
+                case Task() as task:
+                    wait_for_another(rounds, task.round)
+                    if task.round >= WARM_UP:
+                        time.sleep(late_s)
+                    for tensor in tensors:
+                        tensor.fill_(float(len(task.ranges)))
+                    rounds.contribute(task, tensors, weight=float(len(task.ranges)))
+                case Committed() as committed:
+                    committed.result.read_into(tensors)
+                    committed.result.close()
+                    want = 1.0 if committed.weight else 0.0
+                    extremes = (extreme for tensor in tensors for extreme in tensor.aminmax())
+                    error = 0.02 if wire == "int8" else 0.0
+                    right &= all(abs(float(extreme) - want) <= error for extreme in extremes)
+                    peaks.append(resident("VmHWM"))
+                    forget_peak()
+                case Stopped() as stopped:
+                    break
+                case _:
+                    pass
+        rounds.close()
+    print(json.dumps({"base": base, "peaks": peaks, "right": right, "text": stopped.text}))
+
+
+if __name__ == "__main__":
+    url, run, name, mib, num_rounds, wire, late_s = sys.argv[1:]
+    main(url, run, name, int(mib), int(num_rounds), wire, float(late_s))

@@ -1,0 +1,526 @@
+"""The engine over links: averages that are right to the bit, sent before all of it is ready."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from manyhands.collectives import events as e
+from manyhands.collectives import instructions as i
+from manyhands.collectives.mail import Mail
+from manyhands.collectives.outcomes import Committed, Stopped, Task
+from manyhands.collectives.pool import Pool
+from manyhands.collectives.ranges import Ranges
+from manyhands.collectives.rounds import Rounds
+from manyhands.core.errors import LinkTimeout, UsageError
+from manyhands.core.peers import PeerState
+from manyhands.links.base import LinkSettings, open_link
+from manyhands.links.hub import Hub
+from manyhands.wire.tensors import bytes_of
+from tests.collectives.rounds_kit import BATCH, PATIENCE_S, STEADY, Crowd, check_histories
+
+_runs = itertools.count()
+WIRES = ("fp32", "fp16", "bf16", "int8")
+
+
+@pytest.fixture(scope="module", autouse=True)  # before the leak check of a test looks
+def hub():
+    with Hub("127.0.0.1:0", insecure=True) as made:
+        yield made
+
+
+@pytest.fixture(params=("local", "hub"))
+def url(request, hub):
+    return "local://" if request.param == "local" else f"{hub.address}?insecure=1"
+
+
+def new_run() -> str:
+    return f"averages-{os.getpid()}-{next(_runs)}"
+
+
+# -- any tensors -----------------------------------------------------------------------------------
+
+
+class Group:
+    """Peers driven by hand from one thread: what each contributes is the test's choice."""
+
+    def __init__(self, url, num, like, *, wire="fp32", num_rounds=None, refuse=True) -> None:
+        self.like, run = like, new_run()
+        self.links, self.peers = [], []
+        for k in range(num):
+            mail = Mail()
+            settings = LinkSettings(terms=STEADY, connect_s=PATIENCE_S)
+            link = open_link(url, run=run, name=f"p{k}", settings=settings, place=mail)
+            self.links.append(link)
+            self.peers.append(
+                Rounds(
+                    link,
+                    like,
+                    num_samples=lambda r: BATCH,
+                    num_rounds=num_rounds,
+                    wire=wire,
+                    refuse=refuse,
+                    mail=mail,
+                )
+            )
+        self.places = {link.me.incarnation: place for place, link in enumerate(self.links)}
+        for peer in self.peers:
+            peer.start()
+            peer.offer_state(0, b"")
+            if peer is self.peers[0]:
+                self.task(0)  # it is the founder
+                self._tasks = {0: self._task}
+        self._gather()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *details) -> None:
+        for link in self.links:  # first: then nothing is waited for
+            link.close()
+        for peer in self.peers:
+            peer.close()
+
+    def next(self, place, kind, *, patience_s=PATIENCE_S):
+        """The next outcome of that kind; what is told in between does not matter here."""
+        while True:
+            outcome = self.peers[place].next(patience_s)
+            if isinstance(outcome, kind):
+                return outcome
+            assert not isinstance(outcome, Stopped | Task | Committed), outcome
+
+    def task(self, place) -> Task:
+        self._task = self.next(place, Task)
+        return self._task
+
+    def _gather(self) -> None:
+        """Two rounds of the founder alone, so that all are members afterwards."""
+        zeros = [torch.zeros_like(tensor) for tensor in self.like]
+        for round_ in range(2):
+            if round_:
+                deadline = time.monotonic() + PATIENCE_S
+                while len(self.peers[0].view.peers(PeerState.ACTIVE)) < len(self.peers):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.002)
+                self.task(0)
+            self.peers[0].contribute(self._task, zeros, weight=1.0)
+            for place in range(len(self.peers)):
+                committed = self.next(place, Committed)
+                assert committed.round == round_
+                committed.result.close()
+
+    def round(self, contributions, weights):
+        """One round: what each contributes. Returns each one's Committed."""
+        for place, (tensors, weight) in enumerate(zip(contributions, weights, strict=True)):
+            task = self.task(place)
+            self.peers[place].contribute(task, tensors, weight=weight)
+        return [self.next(place, Committed) for place in range(len(self.peers))]
+
+    def results(self, committed):
+        """What each one reads; all must be the same bits, and of one history."""
+        read = []
+        for one in committed:
+            into = [torch.full_like(tensor, 7) for tensor in self.like]
+            one.result.read_into(into)
+            one.result.close()
+            read.append(into)
+        for other, one in zip(read[1:], committed[1:], strict=True):
+            assert one.chain == committed[0].chain
+            assert one.squared_norm == committed[0].squared_norm
+            for left, right in zip(read[0], other, strict=True):
+                assert bytes(bytes_of(left)) == bytes(bytes_of(right))
+        return read[0]
+
+    def order(self, committed):
+        """Places in roster order: in which contributions are added."""
+        return [self.places[share.peer] for share in committed.sums[0].contributions]
+
+
+def random_like(like, seed) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    out = []
+    for tensor in like:
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            out.append(torch.randn(tensor.shape, generator=made, dtype=tensor.dtype))
+        else:
+            out.append(torch.randint(0, 2, tensor.shape, generator=made).to(tensor.dtype))
+    return out
+
+
+class TestAverages:
+    @pytest.mark.parametrize("num", [1, 2, 3, 5])
+    def test_the_mean_by_weight_is_that_of_one_process(self, url, num):
+        like = [torch.empty(30_011), torch.empty(7, 11, dtype=torch.float64), torch.empty(1)]
+        with Group(url, num, like) as group:
+            for round_ in range(2):
+                given = [random_like(like, 10 * round_ + k) for k in range(num)]
+                weights = [float(k + round_) for k in range(num)]  # the first one's may be 0
+                committed = group.round(given, weights)
+                assert {one.weight for one in committed} == {sum(weights)}
+                mean = group.results(committed)
+                order = [k for k in group.order(committed[0]) if weights[k] > 0]
+                for index, result in enumerate(mean):
+                    expected = torch.zeros_like(result)
+                    for place, k in enumerate(order):  # in roster order, in its own precision
+                        expected = given[k][index] + 0 if place == 0 else expected + given[k][index]
+                    if sum(weights):
+                        expected /= sum(weights)
+                    assert torch.equal(result, expected), (round_, index)
+                exact = sum(g[1] for g, w in zip(given, weights, strict=True) if w)
+                if sum(weights):
+                    torch.testing.assert_close(mean[1], exact / sum(weights), rtol=0, atol=1e-12)
+
+    @pytest.mark.parametrize("wire", WIRES)
+    def test_every_codec(self, url, wire):
+        like = [torch.empty(40_000), torch.empty(300, dtype=torch.float64), torch.empty(5).half()]
+        with Group(url, 3, like, wire=wire) as group:
+            for round_ in range(2):
+                given = [random_like(like, 10 * round_ + k) for k in range(3)]
+                mean = group.results(group.round(given, [1.0, 2.0, 3.0]))
+                largest = max(float(tensor.abs().max()) for one in given for tensor in one)
+                # Of each contribution and of the result; int8 also sends what it owed.
+                error = {"fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, "int8": 2 / 127}[wire]
+                for index, result in enumerate(mean):
+                    expected = sum(one[index].double() for one in given) / 6
+                    half = 2**-10 if result.dtype is torch.half else 0
+                    far = (result.double() - expected).abs().max()
+                    assert far <= max(error, half) * largest, (wire, index, far)
+
+    def test_what_int8_leaves_out_is_sent_with_the_next_round(self, url):
+        """Over many rounds the error does not grow: each sender keeps what it owes."""
+        like = [torch.empty(5_000)]
+        given = [random_like(like, k) for k in range(2)]
+        exact = (given[0][0] + given[1][0]) / 2
+        with Group(url, 2, like, wire="int8") as group:
+            total = torch.zeros(5_000)
+            for _ in range(20):
+                total += group.results(group.round(given, [1.0, 1.0]))[0]
+            step = max(float(one[0].abs().max()) for one in given) / 127
+            # Only the owner's rounding of the result adds up, and that has no bias.
+            assert (total / 20 - exact).abs().mean() < step / 4
+
+    def test_mixed_dtypes(self, url):
+        like = [
+            torch.empty(10),
+            torch.empty(9, dtype=torch.int64),
+            torch.empty(33, dtype=torch.bfloat16),
+            torch.empty(0),
+            torch.empty(3, dtype=torch.uint8),
+            torch.empty(4, dtype=torch.complex64),
+            torch.empty(5, dtype=torch.bool),
+            torch.empty((), dtype=torch.float64),
+            torch.empty(8, dtype=torch.uint16),
+        ]
+        with Group(url, 3, like) as group:
+            given = [random_like(like, k) for k in range(3)]
+            mean = group.results(group.round(given, [1.0, 1.0, 2.0]))
+        for index, result in enumerate(mean):
+            each = [one[index] for one in given]
+            if result.dtype is torch.bool:
+                expected = each[0] | each[1] | each[2]
+            elif result.dtype is torch.bfloat16:
+                expected = (sum(one.float() for one in each) / 4).bfloat16()
+            elif result.dtype.is_floating_point or result.dtype.is_complex:
+                expected = (each[0] + each[1] + each[2]) / 4
+            else:  # a counter is added up, not averaged
+                total = sum(one.to(torch.int64) for one in each)
+                expected = total.to(result.dtype)
+            assert torch.equal(result, expected), (index, result, expected)
+
+    def test_many_tiny_tensors(self, url):
+        """More than one message may have buffers."""
+        like = [torch.empty(n % 3 + 1) for n in range(6_000)]
+        with Group(url, 2, like) as group:
+            given = [random_like(like, k) for k in range(2)]
+            mean = group.results(group.round(given, [1.0, 1.0]))
+        for index, result in enumerate(mean):
+            assert torch.equal(result, (given[0][index] + given[1][index]) / 2)
+
+    def test_values_without_a_norm(self, url):
+        """Finite values whose squares are not: no reason to stop, or to refuse anything."""
+        like = [torch.empty(4, dtype=torch.float64)]
+        with Group(url, 2, like) as group:
+            given = [[torch.full((4,), 1e200, dtype=torch.float64)] for _ in range(2)]
+            committed = group.round(given, [1.0, 1.0])
+            assert torch.equal(group.results(committed)[0], given[0][0])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
+    def test_not_finite_ones_are_refused_or_shown(self, dtype):
+        like = [torch.empty(10, dtype=dtype)]
+        bad = [torch.full((10,), float("inf"), dtype=dtype)]
+        good = [torch.ones(10, dtype=dtype)]
+        with Group("local://", 2, like) as group:
+            for place, tensors in enumerate([good, bad]):
+                group.peers[place].contribute(group.task(place), tensors, weight=1.0)
+            for place in range(2):
+                assert group.next(place, i.Retry).refused == Ranges.of((8, 16))
+            committed = [group.next(place, Committed) for place in range(2)]
+            assert torch.equal(group.results(committed)[0], good[0])
+        with Group("local://", 2, like, refuse=False) as group:  # as with a GradScaler
+            committed = group.round([good, bad], [1.0, 1.0])
+            assert not group.results(committed)[0].isfinite().any()
+
+    def test_a_whole_run_without_faults(self, url):
+        with Crowd(url, new_run()) as crowd:
+            crowd.begin(4, num_rounds=12)
+            crowd.finish()
+            check_histories(list(crowd.histories.values()), 12)
+            assert all(h.stopped["stopped"] == "finished" for h in crowd.histories.values())
+            # Nobody noticed that others had finished: no cut but that of the first active peer.
+            cuts = [name for name, said in crowd.lines if "settled" in said]
+            assert cuts == ["p0"]
+
+
+class TestContributing:
+    LIKE = (torch.empty(40_000), torch.empty(40_000), torch.empty(40_000))
+
+    def test_what_is_ready_leaves_before_all_is(self, url):
+        """The owner holds the last tensors' parts while the sender still computes the first."""
+        with Group(url, 2, self.LIKE) as group:
+            came = Watch(group.peers[0], e.PartArrived)
+            tensors = [torch.ones(40_000) for _ in range(3)]
+            opened = group.peers[1].open_pass(group.task(1), tensors, weight=8.0)
+            opened.ready(2)
+            layout = group.peers[1].layout
+            early = {k for k in range(layout.ready_from(2), layout.num_parts) if k % 2 == 0}
+            assert early
+            came.until(lambda seen: {event.part.k for event in seen} == early)
+            tensors[0].fill_(3.0)  # not final yet: nobody has it
+            tensors[1].fill_(3.0)
+            opened.ready(1)
+            opened.done()
+            mine = [torch.full((40_000,), 5.0) for _ in range(3)]
+            group.peers[0].contribute(group.task(0), mine, weight=8.0)
+            committed = [group.next(place, Committed) for place in range(2)]
+            values = [float(tensor[7]) for tensor in group.results(committed)]
+            assert values == [8 / 16, 8 / 16, 6 / 16]
+            # Each part came once, from each of the two.
+            parts = sorted(event.part.k for event in came.seen if event.part.round == 2)
+            assert parts == sorted(2 * [k for k in range(layout.num_parts) if k % 2 == 0])
+
+    @pytest.mark.parametrize("wire", ["fp32", "int8"])
+    def test_in_buckets_or_not_gives_the_same_bits(self, url, wire):
+        results = []
+        for buckets in (False, True):
+            with Group(url, 2, self.LIKE, wire=wire) as group:
+                for round_ in range(2):
+                    for place in range(2):
+                        tensors = random_like(self.LIKE, 10 * round_ + place)
+                        task = group.task(place)
+                        opened = group.peers[place].open_pass(task, tensors, weight=8.0)
+                        for index in (2, 1, 0) if buckets else ():
+                            opened.ready(index)
+                        opened.done()
+                    committed = [group.next(place, Committed) for place in range(2)]
+                    results.append(group.results(committed))
+        for left, right in zip(results[:2], results[2:], strict=True):
+            assert all(map(torch.equal, left, right))
+
+    def test_a_cut_between_ready_and_done(self, url):
+        """What left counts for nothing; all of it is sent again, with the make-up share."""
+        with Group(url, 3, self.LIKE) as group:
+            tensors = [torch.full((40_000,), 1.0) for _ in range(3)]
+            tasks = [group.task(place) for place in range(3)]
+            assert [len(task.ranges) for task in tasks] == [6, 5, 5]
+            opened = group.peers[0].open_pass(tasks[0], tensors, weight=6.0)
+            opened.ready(1)
+            group.peers.pop().close()  # it is gone, and its samples are shared out
+            group.links[2].close()
+            made_up = {}
+            for place in range(2):
+                made_up[place] = group.task(place)
+            assert sum(len(task.ranges) for task in made_up.values()) == 5
+            opened.done()
+            group.peers[1].contribute(
+                tasks[1], [torch.full((40_000,), 10.0) for _ in range(3)], weight=5.0
+            )
+            for place, task in made_up.items():
+                more = [torch.full((40_000,), 100.0) for _ in range(3)]
+                again = group.peers[place].open_pass(task, more, weight=float(len(task.ranges)))
+                again.ready(0)  # it waits for the whole claim
+                more[0].add_(1000.0)  # and is final only when it is done
+                again.done()
+            committed = [group.next(place, Committed) for place in range(2)]
+            assert [one.weight for one in committed] == [16.0] * 2
+            values = [float(tensor[7]) for tensor in group.results(committed)]
+            assert values == [2211 / 16, 211 / 16, 211 / 16]
+
+    def test_a_share_in_several_passes(self, url):
+        with Group(url, 2, self.LIKE) as group:
+            for place in range(2):
+                task = group.task(place)
+                for piece in task.ranges.pieces([3, 2, 3]):
+                    tensors = [torch.full((40_000,), float(len(piece))) for _ in range(3)]
+                    group.peers[place].contribute(
+                        task, tensors, weight=float(len(piece)), ranges=piece
+                    )
+            committed = [group.next(place, Committed) for place in range(2)]
+            assert [float(tensor[7]) for tensor in group.results(committed)] == [1.0] * 3
+
+    def test_a_pass_that_is_never_done_did_not_happen(self, url):
+        with Group(url, 2, self.LIKE) as group:
+            for place in range(2):
+                task = group.task(place)
+                group.peers[place].open_pass(
+                    task, [torch.full((40_000,), 99.0) for _ in range(3)], weight=8.0
+                )
+                group.peers[place].contribute(
+                    task, [torch.full((40_000,), 8.0) for _ in range(3)], weight=8.0
+                )
+            committed = [group.next(place, Committed) for place in range(2)]
+            assert committed[0].weight == 16
+            assert [float(tensor[7]) for tensor in group.results(committed)] == [1.0] * 3
+
+    def test_a_pass_of_which_parts_have_left_must_be_finished(self):
+        with Group("local://", 2, self.LIKE) as group:
+            task = group.task(0)
+            tensors = [torch.ones(40_000) for _ in range(3)]
+            group.peers[0].open_pass(task, tensors, weight=8.0).ready(1)
+            with pytest.raises(UsageError, match="on their way"):
+                group.peers[0].open_pass(task, tensors, weight=8.0)
+
+    @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 1e300])
+    def test_a_weight_that_is_none(self, weight):
+        with Group("local://", 1, self.LIKE) as group:
+            task = group.task(0)
+            with pytest.raises(UsageError, match="weight"):
+                group.peers[0].contribute(task, list(self.LIKE), weight=weight)
+
+    def test_a_late_contribution_to_an_old_round_is_dropped(self, url):
+        with Group(url, 2, self.LIKE) as group:
+            old = group.task(0)
+            ones = [torch.ones(40_000) for _ in range(3)]
+            group.peers[0].contribute(old, ones, weight=1.0)
+            group.peers[1].contribute(group.task(1), ones, weight=1.0)
+            for place in range(2):
+                group.next(place, Committed).result.close()
+            group.peers[0].contribute(old, ones, weight=1000.0)
+            committed = group.round([ones, ones], [1.0, 1.0])
+            assert committed[0].weight == 2.0
+
+    def test_in_inference_mode(self):
+        with Group("local://", 2, self.LIKE) as group:
+            for _ in range(3):
+                with torch.inference_mode():
+                    ones = [torch.ones(40_000) for _ in range(3)]
+                    committed = group.round([ones, ones], [1.0, 1.0])
+                group.results(committed)
+
+
+class Watch:
+    """Events of a kind that reach an engine's machine, from now on."""
+
+    def __init__(self, rounds, kind) -> None:
+        self.seen, self._changed = [], threading.Condition()
+        machine = rounds._machine
+        handle = machine.handle
+
+        def spy(event, *, lease):
+            if isinstance(event, kind):
+                with self._changed:
+                    self.seen.append(event)
+                    self._changed.notify_all()
+            return handle(event, lease=lease)
+
+        machine.handle = spy
+
+    def until(self, wanted) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: wanted(self.seen), PATIENCE_S), self.seen
+
+
+class TestEngine:
+    def test_waiting_has_an_end(self):
+        with Group("local://", 1, [torch.empty(3)]) as group:
+            group.task(0)
+            with pytest.raises(LinkTimeout, match="round 2"):
+                group.next(0, Committed, patience_s=0.05)
+
+    def test_closing_wakes_whoever_waits_and_says_so_again(self):
+        with Group("local://", 1, [torch.empty(3)]) as group:
+            group.task(0)
+            timer = threading.Timer(0.05, group.peers[0].close)
+            timer.start()
+            while not isinstance(outcome := group.peers[0].next(PATIENCE_S), Stopped):
+                pass
+            timer.join()
+            assert outcome == group.peers[0].next(0) == Stopped(None, "closed")
+
+    def test_a_link_that_ends_is_the_last_word(self, url):
+        with Group(url, 2, [torch.empty(3)]) as group:
+            group.links[0].close()
+            while not isinstance(outcome := group.peers[0].next(PATIENCE_S), Stopped):
+                pass
+            assert type(outcome.error).__name__ == "LinkClosed"
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    @pytest.mark.parametrize("where", ["reader", "courier"])
+    def test_a_thread_that_fails_does_not_leave_the_user_waiting(self, where):
+        like = [torch.ones(3), torch.ones(3, dtype=torch.float64)]  # the second owns the second
+        with Group("local://", 2, like) as group:
+            broken = group.peers[0]
+            if where == "reader":
+                broken.note = lambda parts: 1 / 0  # what a user's seam raises
+            else:
+                broken._bank.coded = lambda k: 1 / 0
+            tasks = [group.task(place) for place in range(2)]
+            group.peers[0].contribute(tasks[0], like, weight=8.0)
+            group.peers[1].contribute(tasks[1], like, weight=8.0)
+            while not isinstance(outcome := broken.next(PATIENCE_S), Stopped):
+                pass
+            assert "failed" in outcome.text
+
+    def test_a_newcomer_whose_state_never_comes_keeps_a_bounded_part_of_what_it_hears(
+        self, monkeypatch
+    ):
+        monkeypatch.setattr("manyhands.collectives.rounds.BEHIND_BYTES", 0)
+        like = [torch.empty(40_000)]
+        with Group("local://", 1, like) as group:
+            run = group.links[0]._carrier._room.run
+            mail = Mail()
+            with open_link(
+                "local://", run=run, settings=LinkSettings(terms=STEADY), place=mail
+            ) as link:
+                late = Rounds(link, like, num_samples=lambda r: BATCH, mail=mail)
+                gaps = Watch(late, e.GapSeen)
+                late.start()
+                most = 0
+                for _ in range(12):
+                    group.results(group.round([[torch.ones(40_000)]], [1.0]))
+                    most = max(most, len(late._shelf.sums))
+                gaps.until(bool)
+                assert most <= 4 * late.layout.num_parts
+                late.close()
+
+    @pytest.mark.parametrize("wire", ["fp32", "bf16"])
+    def test_blocks_are_used_again(self, wire, monkeypatch):
+        """Every block that was taken comes back, whatever it was taken for."""
+        taken = []
+        take, give = Pool.take, Pool.give
+
+        def counted_take(pool, num_bytes):
+            block = take(pool, num_bytes)
+            taken.append(block.view.obj)
+            return block
+
+        def counted_give(pool, block):
+            taken.remove(block.view.obj)
+            give(pool, block)
+
+        monkeypatch.setattr(Pool, "take", counted_take)
+        monkeypatch.setattr(Pool, "give", counted_give)
+        like = [torch.empty(n % 3 + 1) for n in range(300)] + [torch.empty(40_000)]
+        with Group("local://", 2, like, wire=wire) as group:
+            ones = [torch.ones_like(tensor) for tensor in like]
+            for _ in range(5):
+                group.results(group.round([ones, ones], [1.0, 1.0]))
+            for peer in group.peers:
+                assert peer._courier.drain(PATIENCE_S)
+            # The last result of each is kept until the next round shows that all have it.
+            kept = sum(len(peer._shelf._kept._blocks) for peer in group.peers)
+            assert len(taken) == kept == 2 * group.peers[0].layout.num_parts
