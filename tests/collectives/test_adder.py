@@ -14,49 +14,212 @@ from manyhands.collectives.messages import Part, Share, Sum, Tag
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.shelf import Filed
 from manyhands.core.peers import ViewNumber
-from manyhands.wire.tensors import bytes_of
 
 ME = 2
+K = 1  # the part under test; part 0 comes with a record
 TAG = Tag(ViewNumber(1, 1), 0)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OTHERS = (torch.complex64, torch.int32, torch.uint8, torch.uint16, torch.bool)
+
+
+def ranges_of(peer) -> Ranges:
+    return Ranges.of((10 * peer, 10 * peer + 5))
+
+
+def part_of(peer, weight=1.0) -> Part:
+    return Part(0, TAG, K, ranges_of(peer), weight)
 
 
 class Owner:
-    """Member 2 of three; the others' contributions come as bytes."""
+    """Member 2 of a round; the others' contributions come as bytes."""
 
-    def __init__(self, like, wire="fp32", *, refuse=True) -> None:
-        self.layout = Layout.of([like], 1 << 20)
+    def __init__(self, dtype=torch.float32, wire="fp32", *, numel=300, refuse=True) -> None:
+        self.first = torch.zeros(1, dtype=torch.int16)
+        self.layout = Layout.of([self.first, torch.empty(numel, dtype=dtype)], 1 << 20)
         self.pool = pool_for(self.layout, wire, 1 << 20)
         self.bank = Bank(self.layout, wire, self.pool)
         self.adder = Adder(self.layout, self.bank, self.pool, refuse=refuse)
-        self.filed = {}
+        self.filed: dict[int, Filed] = {}
+        self.values: dict[int, torch.Tensor] = {}
 
     def give(self, peer, values, weight=1.0) -> None:
-        part = Part(0, TAG, 0, Ranges.of((10 * peer, 10 * peer + 5)), weight, report=None) if False else None
-        part = _part(peer, weight)
-        if values is None:
-            self.filed[peer] = Filed(part, None)
-        elif peer == ME:
-            self.bank.lend(self.layout.check([values]), weight)
-            self.filed[peer] = Filed(part, None)
-        else:
-            block = self.pool.take(self.adder.wire_bytes(0))
-            codec = self.bank.codecs[0]
-            codec.encode(values.view(-1), block.tensor)
-            self.filed[peer] = Filed(part, block)
+        block = None
+        if peer == ME and values is not None:
+            self.bank.lend(self.layout.check([self.first, values]), weight)
+        elif values is not None:
+            block = self.pool.take(self.adder.wire_bytes(K))
+            self.bank.codecs[K].encode(values, block.tensor)
+        self.filed[peer] = Filed(part_of(peer, weight), block)
+        if values is not None:
+            self.values[peer] = values
 
-    def add(self, refused=EMPTY):
-        shares = tuple(Share(peer, one.part.ranges) for peer, one in sorted(self.filed.items()))
-        head, block = self.adder.add_up(Sum(0, TAG, 1, shares, refused), self.filed_as_part_0(), ME)
-        return head, self.read(block)
-
-    def filed_as_part_0(self):
-        return self.filed
-
-    def read(self, block):
-        out = torch.empty(self.layout.parts[0].numel, dtype=self.layout.parts[0].dtype)
-        self.bank.codecs[0].decode(block.tensor, out)
-        return out
+    def add(self, order, *, refused=EMPTY):
+        """The head, and what everybody will read."""
+        shares = tuple(Share(peer, ranges_of(peer)) for peer in order)
+        head, block = self.adder.add_up(Sum(0, TAG, K, shares, refused), self.filed, ME)
+        out = torch.empty(self.layout.parts[K].numel, dtype=self.layout.parts[K].dtype)
+        self.bank.codecs[K].decode(block.tensor, out)
+        return head, out
 
 
-def _part(peer, weight) -> Part:
-    return Part(0, TAG, 1, Ranges.of((10 * peer, 10 * peer + 5)), weight)
+def values_of(dtype, seed, numel=300) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(numel, generator=made, dtype=dtype)
+    return torch.randint(0, 2, (numel,), generator=made).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS], ids=str)
+def test_the_mean_in_roster_order(dtype):
+    owner = Owner(dtype)
+    for peer, weight in ((1, 3.0), (ME, 2.0), (3, 1.0)):
+        owner.give(peer, values_of(dtype, peer), weight)
+    order = (3, 1, ME)  # of the roster, not of the numbers
+    head, mean = owner.add(order)
+    assert head.weight == 6
+    each = [owner.values[peer] for peer in order]
+    if dtype is torch.bool:
+        expected = each[0] | each[1] | each[2]
+    elif dtype in (torch.float16, torch.bfloat16):
+        expected = (((each[0].float() + each[1].float()) + each[2].float()) / 6).to(dtype)
+    elif dtype.is_floating_point or dtype.is_complex:
+        expected = ((each[0] + each[1]) + each[2]) / 6
+    else:
+        expected = sum(one.to(torch.int64) for one in each).to(dtype)
+    assert torch.equal(mean, expected)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_result_does_not_depend_on_who_adds_it_up(wire, dtype):
+    results = []
+    for me in (1, ME, 3):  # who is the owner, whose contribution does not travel
+        owner = Owner(dtype, wire)
+        for peer in (1, ME, 3):
+            mine = {me: ME, ME: me}.get(peer, peer)
+            owner.give(mine, values_of(dtype, peer), 1.0)
+        order = [{me: ME, ME: me}.get(peer, peer) for peer in (1, ME, 3)]
+        head, mean = owner.add(order)
+        results.append((mean, head.squared_norm))
+    assert all(torch.equal(mean, results[0][0]) for mean, _ in results)
+    assert len({norm for _, norm in results}) == 1
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_the_norm_is_that_of_what_everybody_reads(wire):
+    owner = Owner(torch.float32, wire)
+    for peer in (1, ME):
+        owner.give(peer, values_of(torch.float32, peer))
+    head, mean = owner.add((1, ME))
+    expected = math.fsum(x * x for x in mean.double().tolist())
+    assert head.squared_norm == pytest.approx(expected, rel=1e-12)
+
+
+class TestEmpty:
+    def test_weight_zero_adds_nothing_and_is_no_fault(self):
+        owner = Owner()
+        owner.give(1, None, 0.0)
+        owner.give(ME, torch.full((300,), 4.0), 2.0)
+        head, mean = owner.add((1, ME))
+        assert (head.weight, head.refused, mean.tolist()) == (2.0, EMPTY, [2.0] * 300)
+
+    @pytest.mark.parametrize("wire", ["fp32", "int8"])
+    def test_nothing_at_all_gives_zeros(self, wire):
+        owner = Owner(wire=wire)
+        for peer in (1, ME):
+            owner.give(peer, None, 0.0)
+        head, mean = owner.add((1, ME))
+        assert (head.weight, head.squared_norm, mean.tolist()) == (0.0, 0.0, [0.0] * 300)
+
+
+class TestRefused:
+    @pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8"])
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64], ids=str)
+    @pytest.mark.parametrize("whose", [1, ME])
+    def test_what_is_not_finite(self, whose, dtype, bad, wire):
+        owner = Owner(dtype, wire)
+        for peer in (1, ME, 3):
+            values = values_of(dtype, peer)
+            if peer == whose:
+                values[77] = bad
+            owner.give(peer, values)
+        head, _ = owner.add((1, ME, 3))
+        assert head.refused == ranges_of(whose)
+        assert math.isfinite(head.squared_norm)
+
+    def test_two_that_cancel_out_to_a_nan(self):
+        owner = Owner()
+        for peer, bad in ((1, math.inf), (ME, -math.inf), (3, 1.0)):
+            values = torch.ones(300)
+            values[0] = bad
+            owner.give(peer, values)
+        head, _ = owner.add((1, ME, 3))
+        assert head.refused == ranges_of(1) | ranges_of(ME)
+
+    def test_not_where_it_is_to_be_seen(self):
+        owner = Owner(refuse=False)
+        owner.give(1, torch.full((300,), math.nan))
+        owner.give(ME, torch.ones(300))
+        head, mean = owner.add((1, ME))
+        assert head.refused == EMPTY
+        assert mean.isnan().all()
+
+    def test_what_is_large_is_not_refused(self):
+        """Squares beyond fp64 are no fault of anybody's."""
+        owner = Owner(torch.float64)
+        for peer in (1, ME):
+            owner.give(peer, torch.full((300,), 1e250, dtype=torch.float64))
+        head, mean = owner.add((1, ME))
+        assert head.refused == EMPTY
+        assert head.squared_norm == 0
+        assert mean.tolist() == [1e250] * 300
+
+    def test_one_of_the_wrong_size_is_not_added_and_stays_refused(self):
+        owner = Owner()
+        owner.give(ME, torch.ones(300))
+        owner.filed[1] = Filed(part_of(1), owner.pool.take(40))
+        assert not owner.adder.is_whole(*owner.filed[1])
+        head, mean = owner.add((1, ME), refused=ranges_of(1))
+        assert head.refused == ranges_of(1)
+        assert mean.tolist() == [0.5] * 300
+
+    def test_what_makes_a_contribution_whole(self):
+        owner = Owner()
+        is_whole, take = owner.adder.is_whole, owner.pool.take
+        assert is_whole(part_of(1), take(1200))
+        assert not is_whole(part_of(1), take(1196))
+        assert not is_whole(part_of(1), None)
+        assert is_whole(part_of(1, 0.0), None)
+        assert not is_whole(part_of(1, 0.0), take(1200))
+        assert not is_whole(Part(0, TAG, 900, EMPTY, 1.0), take(1200))  # there is no such part
+
+    def test_bytes_that_are_no_bool(self):
+        owner = Owner(torch.bool)
+        block = owner.pool.take(300)
+        block.tensor.fill_(1)
+        assert owner.adder.is_whole(part_of(1), block)
+        block.tensor[5] = 2
+        assert not owner.adder.is_whole(part_of(1), block)
+
+
+def test_contributions_stay_as_they_were():
+    """An attempt that a death makes void is repeated with the same values."""
+    for wire in ("fp32", "bf16"):
+        owner = Owner(wire=wire)
+        for peer in (1, ME, 3):
+            owner.give(peer, values_of(torch.float32, peer), 2.0)
+        before = {peer: values.clone() for peer, values in owner.values.items()}
+        first, again = owner.add((1, ME, 3)), owner.add((1, ME, 3))
+        assert first[0] == again[0]
+        assert torch.equal(first[1], again[1])
+        assert all(torch.equal(values, before[peer]) for peer, values in owner.values.items())
+
+
+def test_in_inference_mode_and_outside_of_it():
+    owner = Owner(wire="bf16")
+    with torch.inference_mode():
+        owner.give(1, torch.ones(300))
+        owner.give(ME, torch.ones(300))
+        owner.add((1, ME))
+    assert owner.add((1, ME))[1].tolist() == [1.0] * 300

@@ -94,7 +94,9 @@ class TestSending:
 
     def test_blocks_are_as_large_as_what_travels(self):
         like = [torch.empty(1 << 20)]
-        sizes = {wire: make(like, wire, 1 << 20)[1].block_bytes for wire in ("fp32", "bf16", "int8")}
+        sizes = {
+            wire: make(like, wire, 1 << 20)[1].block_bytes for wire in ("fp32", "bf16", "int8")
+        }
         assert sizes["bf16"] == sizes["fp32"] // 2
         assert sizes["int8"] < sizes["bf16"]
 

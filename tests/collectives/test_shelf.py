@@ -8,13 +8,13 @@ import torch
 from manyhands.collectives import events as e
 from manyhands.collectives.bank import Bank
 from manyhands.collectives.layout import Layout
-from manyhands.collectives.messages import Fill, Part, Share, Sum, Tag
+from manyhands.collectives.messages import Fill, Part, Record, SelfReport, Share, Sum, Tag
 from manyhands.collectives.pool import Pool
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.results import Result
 from manyhands.collectives.shelf import PartKey, Shelf
 from manyhands.core.errors import UsageError
-from manyhands.core.peers import ViewNumber
+from manyhands.core.peers import NO_VIEW, ViewNumber
 
 SIZE = 1000
 CUT = ViewNumber(1, 4)
@@ -22,11 +22,13 @@ TAG = Tag(CUT, 0)
 
 
 def part(k=1, round_=3, attempt=TAG) -> Part:
-    return Part(round_, attempt, k, Ranges.whole(2), weight=2.0)
+    report = None if k else SelfReport(1)
+    return Part(round_, attempt, k, Ranges.whole(2), weight=2.0, report=report)
 
 
 def head(k=1, round_=3, attempt=TAG) -> Sum:
-    return Sum(round_, attempt, k, (Share(7, Ranges.whole(2)),))
+    record = None if k else Record(b"", NO_VIEW, NO_VIEW, ())
+    return Sum(round_, attempt, k, (Share(7, Ranges.whole(2)),), record=record)
 
 
 class Fixture:

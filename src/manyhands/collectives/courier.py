@@ -155,6 +155,12 @@ class Courier:
             return (self._urgent or self._waiting).popleft()
 
     def _confirm(self) -> None:
+        try:
+            self._confirm_all()
+        finally:
+            self._end(ManyhandsError("the thread that confirms has failed; the log says why"))
+
+    def _confirm_all(self) -> None:
         """Wait for the meeting point beside the sending, not between two letters."""
         batch: list[Letter] = []
         while (letter := self._unconfirmed.get()) is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,8 @@ class Pool:
     def __init__(self, block_bytes: int, keep_blocks: int) -> None:
         self.block_bytes, self._keep_blocks = block_bytes, keep_blocks
         self._free: list[Block] = []
+        self._holds: Counter[int] = Counter()  # by address
+        self._late: dict[int, Block] = {}  # given back while somebody held them
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Block:
@@ -46,8 +50,31 @@ class Pool:
             return block
         return Block(block.tensor[:num_bytes], block.view[:num_bytes])
 
+    def hold(self, block: Block) -> Callable[[], None]:
+        """A second reader: the block is free once it is given back *and* the result was called."""
+        with self._lock:
+            self._holds[block.tensor.data_ptr()] += 1
+        return lambda: self._let_go(block)
+
+    def _let_go(self, block: Block) -> None:
+        at = block.tensor.data_ptr()
+        with self._lock:
+            self._holds[at] -= 1
+            late = None if self._holds[at] else self._late.pop(at, None)
+            if not self._holds[at]:
+                del self._holds[at]
+        if late is not None:
+            self._put_back(late)
+
     def give(self, block: Block) -> None:
-        """Nobody looks at this block any more."""
+        """Nobody looks at this block any more, but for those who `hold` it."""
+        with self._lock:
+            if self._holds.get(block.tensor.data_ptr()):
+                self._late[block.tensor.data_ptr()] = block
+                return
+        self._put_back(block)
+
+    def _put_back(self, block: Block) -> None:
         whole = block.tensor
         if whole.numel() != self.block_bytes:
             storage = whole.untyped_storage()

@@ -11,6 +11,7 @@ from manyhands.collectives.bank import Bank
 from manyhands.collectives.courier import Courier, Letter
 from manyhands.collectives.flow import Sending
 from manyhands.collectives.instructions import Begin
+from manyhands.collectives.pool import Block, Pool
 from manyhands.core.peers import PeerId, View, ViewNumber
 
 AHEAD_BYTES = 64 << 20  # contributions that wait at an owner, of all members together
@@ -26,9 +27,16 @@ class Post:
     """
 
     def __init__(
-        self, courier: Courier, aside: Courier, bank: Bank, part_bytes: int, lock: RLock
+        self,
+        courier: Courier,
+        aside: Courier,
+        bank: Bank,
+        pool: Pool,
+        part_bytes: int,
+        lock: RLock,
     ) -> None:
-        self._courier, self._aside, self._bank, self._lock = courier, aside, bank, lock
+        self._courier, self._aside, self._lock = courier, aside, lock
+        self._bank, self._pool = bank, pool
         self._part_bytes = part_bytes
         self._names: dict[int, PeerId] = {}
         self._attempt: Begin | None = None
@@ -60,6 +68,12 @@ class Post:
     def send(self, to: int | None, message: m.AnyMessage, buffers: Buffers = ()) -> None:
         """To one peer, or to all others. The buffers must stay until it has arrived."""
         self._send(to, message, buffers, None)
+
+    def send_result(self, to: int | None, message: m.Sum | m.Fill, block: Block) -> None:
+        """A result. Its block is not used again before it has left: the round may be stable, and
+        the block free, as soon as all members have it, and a lone member has nobody to wait for.
+        """
+        self._send(to, message, [block.view], self._pool.hold(block))
 
     def send_part(self, to: int, part: m.Part) -> None:
         """A contribution, with what the bank holds of it; as soon as its owner can take it."""
@@ -129,7 +143,9 @@ class Post:
     ) -> None:
         address = None if to is None else self._names.get(to)
         if to is not None and address is None:
+            if sent is not None:
+                sent()
             return  # never seen in a view: nobody waits for what it is told
         part = isinstance(message, m.Part)
-        letter = Letter(address, m.encode(message), buffers, sent, hurry=not part)
+        letter = Letter(address, m.encode(message), buffers, sent, hurry=False)
         self._courier_for(to, message).post(letter, urgent=not part)

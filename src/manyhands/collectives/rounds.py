@@ -117,7 +117,9 @@ class Rounds:
         self._courier = Courier(link, self._fail)
         self._aside = Courier(link, self._fail, skip_s=link.terms.lease_s)
         part_bytes = link.terms.part_bytes
-        self._post = Post(self._courier, self._aside, self._bank, part_bytes, self._lock)
+        self._post = Post(
+            self._courier, self._aside, self._bank, self._pool, part_bytes, self._lock
+        )
         self._reader: threading.Thread | None = None
 
     # -- the user's side ------------------------------------------------------------------------
@@ -395,9 +397,9 @@ class Rounds:
                     assert send.to is not None
                     return self._send_part(send.to, message)
             case m.Sum():
-                self._post.send(send.to, message, [self._shelf.result(message).view])
+                self._post.send_result(send.to, message, self._shelf.result(message))
             case m.Fill():
-                self._post.send(send.to, message, [self._shelf.result(message.sum).view])
+                self._post.send_result(send.to, message, self._shelf.result(message.sum))
             case m.Snapshot():
                 name = None if send.to is None else self._post.name_of(send.to)
                 if self._state is not None and name is not None:

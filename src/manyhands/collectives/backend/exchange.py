@@ -6,7 +6,7 @@ in their place, and sums of contributions. `operations` builds them; `team` carr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,6 +87,7 @@ class Exchange:
     shown: set[int] = field(default_factory=set[int])
     deadline_s: float = 0.0
     started_s: float = 0.0
+    reported: bool = False  # that it waits for long
     done: Callable[[BaseException | None], None] = lambda error: None
 
     @property
@@ -101,3 +102,27 @@ class Exchange:
             places.update(owned.total.missing())
         places.discard(self.me)
         return sorted(self.members[place] for place in places)
+
+    def needs(self) -> list[int]:
+        """Ranks whose data is missing, or that data is for."""
+        needed = set(self.waits_for())
+        for outgoing in self.outgoing:
+            if outgoing.to is None:
+                needed.update(self.members)
+            else:
+                needed.add(self.members[outgoing.to])
+        needed.discard(self.members[self.me])
+        return sorted(needed)
+
+
+class Wanted(NamedTuple):
+    """A receive from whoever sends first.
+
+    `keys` are the operations it could become now, and whose data each would take; `take` makes it
+    one of them, unless another receive has that one already; `fail` says that nothing will come.
+    """
+
+    keys: Callable[[], Mapping[Key, int]]
+    take: Callable[[Key], bool]
+    fail: Callable[[BaseException], None]
+    deadline_s: float

@@ -25,12 +25,11 @@ from manyhands.collectives.backend.arguments import (
     split_chunks,
 )
 from manyhands.collectives.backend.buffers import Buffers
-from manyhands.collectives.backend.exchange import Exchange, Key
+from manyhands.collectives.backend.exchange import Exchange, Key, Wanted
 from manyhands.collectives.backend.member import Build, Member
 from manyhands.collectives.backend.operations import Maker
 from manyhands.collectives.backend.session import Session
 from manyhands.collectives.backend.store import MeetingStore
-from manyhands.collectives.backend.team import Wanted
 from manyhands.collectives.backend.work import Promise
 from manyhands.core.errors import SettingsError, UsageError
 

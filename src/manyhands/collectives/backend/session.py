@@ -14,13 +14,26 @@ import torch
 from manyhands.collectives.backend import messages as words
 from manyhands.collectives.backend.seats import name_of, take_seat
 from manyhands.collectives.backend.store import Clerk, Keeper, MeetingStore
-from manyhands.collectives.backend.team import Placement, Team
+from manyhands.collectives.backend.team import Team
 from manyhands.collectives.backend.work import Completer
 from manyhands.core.errors import AddressError, Refused, SettingsError
+from manyhands.core.peers import PeerId
 from manyhands.core.settings import MeetingPoint, find_meeting_point
 from manyhands.links.base import Link, LinkSettings, dial, new_peer
 
 _NUM_DIALS = 5
+
+
+class Placement:
+    """What a link asks where to put the buffers of a message, before and after there is a team."""
+
+    def __init__(self) -> None:
+        self.team: Team | None = None
+
+    def __call__(
+        self, sender: PeerId, message: bytes, sizes: tuple[int, ...]
+    ) -> Sequence[memoryview] | None:
+        return None if self.team is None else self.team.place(sender, message, sizes)
 
 
 class Session:

@@ -15,11 +15,27 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from manyhands.collectives.backend import messages as words
-from manyhands.collectives.backend.exchange import GIVEN, Exchange, Key, Outgoing, Target
+from manyhands.collectives.backend.exchange import (
+    GIVEN,
+    Exchange,
+    Key,
+    Outgoing,
+    Target,
+    Wanted,
+)
+from manyhands.collectives.backend.failure import (
+    GaveUp,
+    TeamFailed,
+    judge_parted,
+    judge_time,
+    judge_view,
+    told,
+)
 from manyhands.collectives.courier import Courier, Letter
 from manyhands.collectives.flow import Accounts
 from manyhands.collectives.pool import Block, Pool
@@ -29,7 +45,6 @@ from manyhands.core.errors import (
     LinkError,
     LinkTimeout,
     ManyhandsError,
-    UsageError,
     WireError,
 )
 from manyhands.core.peers import PeerId, View
@@ -46,43 +61,10 @@ _MAX_SHOWN = 4096  # operations that others wait in and this member has yet to s
 _PARTING_S = 10.0  # for what is still on its way when a member leaves
 
 
-class TeamFailed(LinkError):
-    """The team cannot go on: a member is gone, or messages are."""
-
-
-class GaveUp(TeamFailed):
-    """Another member said that it cannot go on."""
-
-
 class _Early(NamedTuple):
     sender: int
     piece: words.Piece
     block: Block
-
-
-class Wanted(NamedTuple):
-    """A receive from whoever sends first.
-
-    `keys` are the operations it could become now, and whose data each would take; `take` makes it
-    one of them, unless another receive has that one already; `fail` says that nothing will come.
-    """
-
-    keys: Callable[[], Mapping[Key, int]]
-    take: Callable[[Key], bool]
-    fail: Callable[[BaseException], None]
-    deadline_s: float
-
-
-class Placement:
-    """What a link asks where to put the buffers of a message, before and after there is a team."""
-
-    def __init__(self) -> None:
-        self.team: Team | None = None
-
-    def __call__(
-        self, sender: PeerId, message: bytes, sizes: tuple[int, ...]
-    ) -> Sequence[memoryview] | None:
-        return None if self.team is None else self.team.place(sender, message, sizes)
 
 
 class Team:
@@ -155,7 +137,7 @@ class Team:
             if exchange.key in self._running:
                 self._fail(error)
             else:
-                done(_told(error, exchange, self.roster))
+                done(told(error, exchange))
 
     def send(self, rank: int, word: words.Word, buffers: Sequence[memoryview] = ()) -> None:
         """A word to one member, for whoever shares this team's link."""
@@ -397,7 +379,7 @@ class Team:
         owned = exchange.owned.get(piece.k) if piece.step == GIVEN else None
         if owned is not None and block is not None and block.tensor.numel() == owned.num_bytes:
             num_bytes = owned.num_bytes
-            release = _giver(self.pool, block)
+            release = partial(self.pool.give, block)
             values = block.tensor if owned.dtype is None else block.tensor.view(owned.dtype)
             if owned.total.offer(place, Contribution(values, owned.dtype is None, release)):
                 del exchange.owned[piece.k]
@@ -440,26 +422,9 @@ class Team:
     def _see(self, view: View) -> None:
         with self._lock:
             before, self._view = self._view, view
-            lost = [
-                rank
-                for rank, peer in enumerate(self.roster)
-                if view.member(peer.incarnation) is None
-            ]
-            unexpected = [rank for rank in lost if rank not in self._parted]
-            # A goodbye explains a cut: whoever said it had nothing left to send. So does the end of
-            # a stranger, from whom nobody here expects anything.
-            explained = any(view.member(old.peer.incarnation) is None for old in before.roster)
-        if unexpected:
-            names = ", ".join(f"rank {rank} ({self.roster[rank]})" for rank in unexpected)
-            raise TeamFailed(
-                f"{names} is gone: it ended, or its lease did",
-                hint="restart the group; from a checkpoint if there is one",
-            )
-        if view.cut != before.cut and not explained:
-            raise TeamFailed(
-                "the meeting point lost messages of this run (a restart, or a broken connection)",
-                hint="restart the group; from a checkpoint if there is one",
-            )
+            error = judge_view(self.roster, self._parted, before, view)
+        if error is not None:
+            raise error
 
     def _check_waiting(self) -> None:
         """Whoever said goodbye sends nothing more: does anybody here wait for it?"""
@@ -472,13 +437,9 @@ class Team:
                 raise TeamFailed(f"`recv` from any rank: all others ({names}) left the group")
 
     def _check_parted(self, exchange: Exchange) -> None:
-        needed = set(exchange.waits_for())
-        for outgoing in exchange.outgoing:
-            needed.update(exchange.members[p] for p in self._readers(exchange, outgoing))
-        for rank in sorted(needed & self._parted):
-            raise TeamFailed(
-                f"rank {rank} ({self.roster[rank]}) left the group before `{exchange.form}`"
-            )
+        error = judge_parted(exchange, self.roster, self._parted)
+        if error is not None:
+            raise error
 
     def _check_deadlines(self) -> None:
         now_s = time.monotonic()
@@ -486,17 +447,11 @@ class Team:
             if any(now_s > wanted.deadline_s for wanted in self._any):
                 raise TeamFailed("`recv` from any rank: nobody sent anything within the timeout")
             for exchange in self._running.values():
-                if now_s > exchange.deadline_s:
-                    waited = ", ".join(
-                        f"rank {rank} ({self.roster[rank]})" for rank in exchange.waits_for()
-                    )
-                    raise TeamFailed(
-                        f"`{exchange.form}` was not finished after "
-                        f"{now_s - exchange.started_s:.0f} s: no data from {waited or 'nobody'}",
-                        hint="they are alive but have not called it; or raise the group's timeout",
-                    )
-                if exchange.started_s and now_s - exchange.started_s > _STALL_S:
-                    exchange.started_s = 0.0
+                error = judge_time(exchange, self.roster, now_s)
+                if error is not None:
+                    raise error
+                if not exchange.reported and now_s - exchange.started_s > _STALL_S:
+                    exchange.reported = True
                     log.warning(
                         "`%s` (number %d of its group) has waited %.0f s for ranks %s",
                         *(exchange.form, exchange.key.seq, _STALL_S, exchange.waits_for()),
@@ -523,14 +478,9 @@ class Team:
             wanted, self._any = self._any, []
         self._other_words(self.rank, words.Failed(str(error)[:1000]), ())
         for exchange in running:
-            exchange.done(_told(error, exchange, self.roster))
+            exchange.done(told(error, exchange))
         for receive in wanted:
             receive.fail(TeamFailed(f"`recv` from any rank failed: {error}"))
-
-    @property
-    def error(self) -> ManyhandsError | None:
-        """What ended the team, if anything has."""
-        return self._error
 
     def close(self) -> None:
         """Leave in peace: finish what is on its way, say goodbye, join all threads. Idempotent."""
@@ -548,19 +498,3 @@ class Team:
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
         self._courier.close()
-
-
-def _giver(pool: Pool, block: Block) -> Callable[[], None]:
-    return lambda: pool.give(block)
-
-
-def _told(error: ManyhandsError, exchange: Exchange, roster: Sequence[PeerId]) -> ManyhandsError:
-    """The error for one operation: what it was, and who was waited for."""
-    if isinstance(error, UsageError):
-        return error
-    ranks = exchange.waits_for()
-    waited = f", waiting for ranks {', '.join(map(str, ranks))}" if ranks else ""
-    number = exchange.key.seq
-    told = TeamFailed(f"`{exchange.form}` (number {number} of its group{waited}) failed: {error}")
-    told.__cause__ = error
-    return told

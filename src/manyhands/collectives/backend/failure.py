@@ -1,0 +1,78 @@
+"""Failure: what ends a team, and how each operation's user is told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from manyhands.collectives.backend.exchange import Exchange
+from manyhands.core.errors import LinkError, ManyhandsError, UsageError
+from manyhands.core.peers import PeerId, View
+
+_RESTART = "restart the group; from a checkpoint if there is one"
+
+
+class TeamFailed(LinkError):
+    """The team cannot go on: a member is gone, or messages are."""
+
+
+class GaveUp(TeamFailed):
+    """Another member said that it cannot go on."""
+
+
+def judge_view(
+    roster: Sequence[PeerId], parted: Collection[int], before: View, view: View
+) -> TeamFailed | None:
+    """What a new view means for a team of which `parted` ranks have said goodbye."""
+    gone = [
+        rank
+        for rank, peer in enumerate(roster)
+        if rank not in parted and view.member(peer.incarnation) is None
+    ]
+    if gone:
+        names = ", ".join(f"rank {rank} ({roster[rank]})" for rank in gone)
+        return TeamFailed(f"{names} is gone: it ended, or its lease did", hint=_RESTART)
+    # A goodbye explains a cut: whoever said it had nothing left to send. So does the end of a
+    # stranger, from whom nobody here expects anything.
+    explained = any(view.member(old.peer.incarnation) is None for old in before.roster)
+    if view.cut != before.cut and not explained:
+        return TeamFailed(
+            "the meeting point lost messages of this run (a restart, or a broken connection)",
+            hint=_RESTART,
+        )
+    return None
+
+
+def judge_time(exchange: Exchange, roster: Sequence[PeerId], now_s: float) -> TeamFailed | None:
+    """Whether an operation has waited for longer than its group allows."""
+    if now_s <= exchange.deadline_s:
+        return None
+    missing = ", ".join(f"rank {rank} ({roster[rank]})" for rank in exchange.waits_for())
+    return TeamFailed(
+        f"`{exchange.form}` was not finished after {now_s - exchange.started_s:.0f} s: "
+        f"no data from {missing or 'nobody'}",
+        hint="they are alive but have not called it; or raise the group's timeout",
+    )
+
+
+def judge_parted(
+    exchange: Exchange, roster: Sequence[PeerId], parted: Collection[int]
+) -> TeamFailed | None:
+    """Whether an operation needs somebody who has said goodbye."""
+    for rank in exchange.needs():
+        if rank in parted:
+            return TeamFailed(
+                f"rank {rank} ({roster[rank]}) left the group before `{exchange.form}`"
+            )
+    return None
+
+
+def told(error: ManyhandsError, exchange: Exchange) -> ManyhandsError:
+    """The error for one operation: what it was, and who was waited for."""
+    if isinstance(error, UsageError):
+        return error
+    ranks = exchange.waits_for()
+    waited = f", waiting for ranks {', '.join(map(str, ranks))}" if ranks else ""
+    number = exchange.key.seq
+    one = TeamFailed(f"`{exchange.form}` (number {number} of its group{waited}) failed: {error}")
+    one.__cause__ = error
+    return one
