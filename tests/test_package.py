@@ -21,14 +21,14 @@ MAY_LOAD_TORCH = (
     *("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer"),
     *(
         f"manyhands.collectives.{name}"
-        for name in ("adder", "bank", "codecs", "layout", "mail", "pool", "reduction", "results")
+        for name in (
+            *("adder", "backend.arguments", "backend.buffers", "backend.exchange"),
+            *("backend.failure", "backend.group", "backend.member", "backend.operations"),
+            *("backend.session", "backend.store", "backend.team", "backend.work", "bank"),
+            *("codecs", "layout", "mail", "passes", "pool", "post", "reduction", "results"),
+            *("rounds", "shelf", "threads"),
+        )
     ),
-    *(f"manyhands.collectives.{name}" for name in ("rounds", "shelf", "threads")),
-    *(
-        f"manyhands.collectives.backend.{name}"
-        for name in ("buffers", "exchange", "group", "operations", "session", "store", "team")
-    ),
-    "manyhands.collectives.backend.work",
 )
 
 

@@ -151,10 +151,18 @@ class TestKilled:
         """A lead has committed, but its last result leaves when the others have answered a cut:
         they do not take it any more, and have to be filled in."""
         late = {"what": "Sum", "round": 4, "count": 3, "before": True, "then": "wait"}
+        parts = {"what": "Part", "round": 4, "count": 4, "then": "say"}
         dies = [{"what": "Fill"}] if filler == "dies" else []
         lead, other, victim = crew.add_three(
-            {"p0": [late, *dies], "p1": [{"what": "Status", "then": "say"}]}
+            {
+                "p0": [parts, late, *dies],
+                "p1": [{"what": "Status", "then": "say"}],
+                "p2": [{"what": "task", "round": 4, "then": "wait"}],
+            }
         )
+        lead.until(lambda said: said.get("at") == "Part")  # results would overtake them
+        victim.until(lambda said: said.get("at") == "task")
+        victim.tell("go")
         lead.until(lambda said: said.get("at") == "Sum")
         lead.until_round(4)
         assert 4 not in other.history.rounds

@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 45.0
+LOADING_S = 120.0  # for torch with all its CUDA libraries, from a cold disk
 
 
 class Zygote:
@@ -40,7 +41,7 @@ class Zygote:
         self._status: dict[int, int] = {}
         self._reader = threading.Thread(target=self._read, name="zygote", daemon=True)
         self._reader.start()
-        assert self._started.get(timeout=PATIENCE_S) is None
+        assert self._started.get(timeout=LOADING_S) is None
 
     def start(self, orders: dict) -> int:
         """A new worker's process id."""
