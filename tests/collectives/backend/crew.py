@@ -34,7 +34,9 @@ class Zygote:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"},
+            # PowerSGD's hook synchronises CUDA even for tensors on the CPU, and fails there.
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE", "CUDA_VISIBLE_DEVICES": ""},
         )
         self._started: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._changed = threading.Condition()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.collectives.backend.programs.training import batch_of, loss_of, make_model
+from tests.collectives.backend.programs.values import reduce_scatter_single
 
 HUGE = 25_000_000  # floats: 100 MB
 
@@ -30,7 +31,7 @@ def wait_among(victim: int) -> dict[str, str]:
         "all_reduce": dist.all_reduce(torch.ones(10), async_op=True),
         "broadcast": dist.broadcast(torch.ones(100_000), victim, async_op=True),
         "all_gather": dist.all_gather([torch.empty(9)] * 3, torch.ones(9), async_op=True),
-        "reduce_scatter": dist.reduce_scatter_single(
+        "reduce_scatter": reduce_scatter_single(
             torch.empty(100_000), torch.ones(300_000), async_op=True
         ),
         "send": dist.irecv(received, victim, tag=9),
@@ -69,7 +70,7 @@ def die_among() -> None:
     dist.broadcast(torch.ones(100_000), rank)
     dist.all_gather([torch.empty(9)] * 3, torch.ones(9))
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    dist.reduce_scatter_single(torch.empty(100_000), torch.ones(300_000))
+    reduce_scatter_single(torch.empty(100_000), torch.ones(300_000))
     dist.all_reduce(torch.ones(HUGE))
     signal.pause()
 

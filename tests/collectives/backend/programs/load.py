@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from tests.collectives.backend.programs.values import combined, given, same
+from tests.collectives.backend.programs.values import (
+    all_gather_single,
+    combined,
+    given,
+    same,
+)
 
 
 def _place() -> tuple[int, int]:
@@ -47,7 +52,7 @@ def every_kind_in_flight() -> None:
         works.append(dist.broadcast(told, turn % num, async_op=True))
         want(told, every[turn % num])
         gathered = torch.empty(num * size)
-        works.append(dist.all_gather_single(gathered, every[rank], async_op=True))
+        works.append(all_gather_single(gathered, every[rank], async_op=True))
         want(gathered, torch.cat(every))
         works.append(dist.isend(every[rank], (rank + 1) % num, tag=turn))
         came = torch.empty(size)

@@ -17,8 +17,10 @@ from tests.collectives.backend.programs.values import (
     FLOATS,
     INTS,
     WIDE_UNSIGNED,
+    all_gather_single,
     combined,
     given,
+    reduce_scatter_single,
     refuses,
     same,
 )
@@ -146,7 +148,7 @@ def reduce_scatter_lists_and_tensors() -> None:
             dist.reduce_scatter(out, list(every[rank].split(numel)) if numel else [out] * num)
             same(out, want, ("list", numel, dtype))
             out = torch.empty(numel, dtype=dtype)
-            dist.reduce_scatter_single(out, every[rank])
+            reduce_scatter_single(out, every[rank])
             same(out, want, ("tensor", numel, dtype))
     # The other names of the same thing.
     every = [given(r, num * 9, torch.float32) for r in range(num)]
@@ -158,7 +160,7 @@ def reduce_scatter_lists_and_tensors() -> None:
             call(out, every[rank], ReduceOp.AVG)
             same(out, want, call.__name__)
     stacked = torch.empty(3, 3)
-    dist.reduce_scatter_single(stacked, every[rank].view(num, 3, 3), ReduceOp.AVG)
+    reduce_scatter_single(stacked, every[rank].view(num, 3, 3), ReduceOp.AVG)
     same(stacked, want.view(3, 3), "stacked")
     # A chunk of another size for each member.
     sizes = [10_000 + r for r in range(num)]
@@ -169,7 +171,7 @@ def reduce_scatter_lists_and_tensors() -> None:
     refuses(
         UsageError,
         "values",
-        call=lambda: dist.reduce_scatter_single(torch.empty(4), torch.empty(4 * num + 1)),
+        call=lambda: reduce_scatter_single(torch.empty(4), torch.empty(4 * num + 1)),
     )
     refuses(
         UsageError,
@@ -206,13 +208,13 @@ def coalesced() -> None:
     scattered = [torch.empty(n) for n in sizes]
     with dist._coalescing_manager():
         for out, chunk in zip(scattered, make(rank, num), strict=True):
-            dist.reduce_scatter_single(out, chunk)
+            reduce_scatter_single(out, chunk)
     for i, (got, n) in enumerate(zip(scattered, sizes, strict=True)):
         want = combined(ReduceOp.SUM, [make(r, num)[i] for r in range(num)])
         same(got, want[rank * n : (rank + 1) * n], "coalesced reduce_scatter")
     gathered = [torch.empty(n * num) for n in sizes]
     with dist._coalescing_manager():
         for out, own in zip(gathered, make(rank), strict=True):
-            dist.all_gather_single(out, own)
+            all_gather_single(out, own)
     for i, got in enumerate(gathered):
         same(got, torch.cat([make(r)[i] for r in range(num)]), "coalesced all_gather")

@@ -14,6 +14,7 @@ from tests.collectives.backend.programs.values import (
     FLOATS,
     INTS,
     WIDE_UNSIGNED,
+    all_gather_single,
     given,
     refuses,
     same,
@@ -60,13 +61,13 @@ def all_gather() -> None:
     for numel in SIZES:
         want = torch.cat([given(r, numel, torch.float32) for r in range(num)])
         out = torch.empty(num * numel)
-        dist.all_gather_single(out, given(rank, numel, torch.float32))
+        all_gather_single(out, given(rank, numel, torch.float32))
         same(out, want, numel)
         # In place: the input is a piece of the output.
         inside = torch.empty(num * numel)
         own = inside[rank * numel : (rank + 1) * numel]
         own.copy_(given(rank, numel, torch.float32))
-        dist.all_gather_single(inside, own)
+        all_gather_single(inside, own)
         same(inside, want, ("in place", numel))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -98,7 +99,7 @@ def wrong_sizes_are_refused() -> None:
     uneven = [torch.empty(4 + r) for r in range(num)]
     refused("all_gather", call=lambda: dist.all_gather(uneven, one))
     refused("all_gather", call=lambda: dist.all_gather([torch.empty(4)] * (num + 1), one))
-    refused("all_gather", call=lambda: dist.all_gather_single(torch.empty(4 * num + 1), one))
+    refused("all_gather", call=lambda: all_gather_single(torch.empty(4 * num + 1), one))
     group = dist.distributed_c10d._get_default_group()
     short = [torch.empty(4, dtype=torch.int32)] * num  # as many bytes, but not floats
     refused("int32", "float32", call=lambda: group.allgather([short], [one]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import reduce
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -88,3 +89,8 @@ def refuses(error: type[Exception], *words: str, call) -> str:
         assert all(word in text for word in words), f"{words} are not all in: {text}"
         return text
     raise AssertionError(f"nothing was raised; expected {error.__name__} with {words}")
+
+
+# The names of torch 2.12 and later; before, and with a FutureWarning since, they were others.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
