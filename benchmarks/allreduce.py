@@ -291,7 +291,7 @@ def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting:
                         **variant,
                         name=f"{n}",
                         url=urls.get(variant["link"]),
-                        run=f"bench-{tag}-{variant['link']}-{variant['engine']}"
+                        run=f"bench-{tag}-{variant['link'].replace('+', '-')}-{variant['engine']}"
                         + (f"-{variant['wire']}" if variant["engine"] == "rounds" else ""),
                         rounds=rounds_for(mbytes, args.quick),
                         last=turn == args.turns - 1,

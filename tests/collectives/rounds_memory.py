@@ -3,7 +3,8 @@
     python -m tests.collectives.rounds_memory URL RUN NAME MIB NUM_ROUNDS WIRE LATE_S
 
 Prints one JSON object: `base` is what the process has resident with the tensors and the engine in
-place, before any round; `peaks` the most it had resident during each round since, in bytes.
+place, before any round; `peaks` the most it had resident during each round since, in bytes;
+`founder`: it was the member of the first rounds, which the other followed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main(url: str, run: str, name: str, mib: int, num_rounds: int, wire: str, la
         rounds = Rounds(
             link, tensors, num_samples=lambda r: 8, num_rounds=num_rounds, wire=wire, mail=mail
         )
-        base, peaks, right = resident("VmRSS"), [], True
+        base, peaks, right, founder = resident("VmRSS"), [], True, False
         rounds.start()
         rounds.offer_state(0, b"")
         while True:
@@ -71,6 +72,7 @@ def main(url: str, run: str, name: str, mib: int, num_rounds: int, wire: str, la
                 case Committed() as committed:
                     committed.result.read_into(tensors)
                     committed.result.close()
+                    founder |= committed.round == 0 and committed.member
                     want = 1.0 if committed.weight else 0.0
                     extremes = (extreme for tensor in tensors for extreme in tensor.aminmax())
                     error = 0.02 if wire == "int8" else 0.0
@@ -82,7 +84,8 @@ def main(url: str, run: str, name: str, mib: int, num_rounds: int, wire: str, la
                 case _:
                     pass
         rounds.close()
-    print(json.dumps({"base": base, "peaks": peaks, "right": right, "text": stopped.text}))
+    facts = {"base": base, "peaks": peaks, "right": right, "founder": founder}
+    print(json.dumps(facts | {"text": stopped.text}))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 
 from manyhands.collectives import events as e
 from manyhands.collectives import instructions as i
+from manyhands.collectives import messages as m
 from manyhands.collectives.mail import Mail
 from manyhands.collectives.outcomes import Committed, Stopped, Task
 from manyhands.collectives.pool import Pool
@@ -21,6 +22,7 @@ from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerState
 from manyhands.links.base import LinkSettings, open_link
 from manyhands.links.hub import Hub
+from manyhands.links.messages import Resign
 from manyhands.wire.tensors import bytes_of
 from tests.collectives.rounds_kit import BATCH, PATIENCE_S, STEADY, Crowd, check_histories
 
@@ -49,7 +51,9 @@ def new_run() -> str:
 class Group:
     """Peers driven by hand from one thread: what each contributes is the test's choice."""
 
-    def __init__(self, url, num, like, *, wire="fp32", num_rounds=None, refuse=True) -> None:
+    def __init__(
+        self, url, num, like, *, wire="fp32", num_rounds=None, refuse=True, wrap=None
+    ) -> None:
         self.like, run = like, new_run()
         self.links, self.peers = [], []
         for k in range(num):
@@ -59,7 +63,7 @@ class Group:
             self.links.append(link)
             self.peers.append(
                 Rounds(
-                    link,
+                    wrap(link) if wrap else link,
                     like,
                     num_samples=lambda r: BATCH,
                     num_rounds=num_rounds,
@@ -434,7 +438,88 @@ class Watch:
             assert self._changed.wait_for(lambda: wanted(self.seen), PATIENCE_S), self.seen
 
 
+class Slow:
+    """A link on which some messages wait."""
+
+    def __init__(self, link, before) -> None:
+        self._link, self._before = link, before
+        self.told: list = []
+        self.sent: list = []
+
+    def __getattr__(self, name):
+        return getattr(self._link, name)
+
+    def tell(self, word) -> None:
+        self.told.append(word)
+        self._link.tell(word)
+
+    def send(self, to, message, buffers=(), **options) -> None:
+        word = m.decode(message)
+        self._before(self, word)
+        self.sent.append((word, b"".join(buffers)))
+        self._link.send(to, message, buffers, **options)
+
+
+class TestLeaving:
+    def test_the_last_word_comes_after_the_last_results(self, url):
+        """What is said to the arbiter is not behind what is sent to the others; and once the
+        arbiter has heard that this peer is gone, nothing of it reaches anybody."""
+        heard = []
+
+        def wait(link, word) -> None:
+            if isinstance(word, m.Sum) and word.round == 3:  # the closing one
+                time.sleep(0.1)  # far longer than it takes to stop
+                heard.extend(link.told)
+
+        slow = []
+        with Group(
+            url,
+            2,
+            [torch.empty(3)],
+            num_rounds=3,
+            wrap=lambda link: slow.append(Slow(link, wait)) or slow[-1],
+        ) as group:
+            group.results(group.round([[torch.ones(3)]] * 2, [1.0, 1.0]))
+            last = [group.next(place, Committed) for place in range(2)]
+            group.results(last)
+            for place in range(2):
+                assert group.next(place, Stopped).reason is i.StopReason.FINISHED
+        assert not [word for word in heard if isinstance(word, Resign)]
+        assert all(isinstance(link.told[-1], Resign) for link in slow)
+
+    def test_a_result_stays_until_it_has_left(self):
+        """A lone member's round is stable at once; those who follow must still get what it was."""
+        go = threading.Event()
+
+        def wait(link, word) -> None:
+            if isinstance(word, m.Sum) and word.round == 2:
+                assert go.wait(PATIENCE_S)
+
+        slow = []
+        like = [torch.empty(5_000)]
+        with Group(
+            "local://", 1, like, wrap=lambda link: slow.append(Slow(link, wait)) or slow[-1]
+        ) as group:
+            for round_ in range(2, 9):
+                group.results(group.round([[torch.full((5_000,), float(round_))]], [1.0]))
+            go.set()
+            assert group.peers[0]._courier.drain(PATIENCE_S)
+        sums = {word.round: data for word, data in slow[0].sent if isinstance(word, m.Sum)}
+        for round_ in range(2, 9):
+            values = torch.frombuffer(bytearray(sums[round_]), dtype=torch.float32)
+            assert (values == round_).all(), round_
+
+
 class TestEngine:
+    def test_each_part_leaves_before_the_next_is_added_up(self):
+        """So that others can go on with it, and so that few results wait in memory."""
+        with Group("local://", 1, [torch.empty(50_000)]) as group:
+            seen = Watch(group.peers[0], e.PartArrived | e.Summed)
+            group.results(group.round([[torch.ones(50_000)]], [1.0]))
+            kinds = [type(event) for event in seen.seen]
+            assert len(kinds) >= 6
+            assert kinds == [e.PartArrived, e.Summed] * (len(kinds) // 2)
+
     def test_waiting_has_an_end(self):
         with Group("local://", 1, [torch.empty(3)]) as group:
             group.task(0)
