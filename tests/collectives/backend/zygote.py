@@ -113,7 +113,8 @@ def work(orders: dict) -> None:
 
 
 def alone(thread: threading.Thread) -> bool:
-    return thread is threading.main_thread()
+    # torch shows its tracing with tqdm, if that is installed, whose thread stays.
+    return thread is threading.main_thread() or thread.name == "tqdm_monitor"
 
 
 if __name__ == "__main__":
