@@ -49,7 +49,8 @@ def test_killed_in_a_backward_pass(new_crew, victim):
         assert crew.ended(victim) == -signal.SIGKILL
         for answer in crew.finish().values():
             assert answer.ok, answer.value
-            assert answer.value["step"] == 3
+            # What it had given out in its last step may have died with it.
+            assert answer.value["step"] in (2, 3)
             assert f"rank-{victim}" in answer.value["error"]
             assert "all_reduce" in answer.value["error"]
             assert answer.value["took_s"] < LEASE_S + MARGIN_S
