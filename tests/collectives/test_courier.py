@@ -118,6 +118,7 @@ def test_closing_while_letters_without_hurry_wait_for_a_word():
     for _ in range(50):
         with courier_on(SlowLink()) as courier:
             courier.post(Letter(None, b"a", (), lambda: None, hurry=False))
+        assert courier.failures == []
 
 
 def test_a_peer_that_is_gone_changes_nothing():

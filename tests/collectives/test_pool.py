@@ -56,6 +56,7 @@ class TestPool:
         pool = Pool(size, 2)
         with torch.inference_mode():
             block = pool.take(size)
+        assert not block.tensor.is_inference()
         block.tensor.add_(1)
 
     def test_threads(self, size):

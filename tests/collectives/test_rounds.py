@@ -413,6 +413,7 @@ class TestContributing:
                 with torch.inference_mode():
                     ones = [torch.ones(40_000) for _ in range(3)]
                     committed = group.round([ones, ones], [1.0, 1.0])
+                assert [one.weight for one in committed] == [2.0, 2.0]
                 group.results(committed)
 
 

@@ -30,7 +30,7 @@ def test_pipelining_of_a_traced_model(crew):
 
 
 def test_two_by_two(new_crew, tmp_path):
-    """HSDP on a mesh; then three of the four go on from the checkpoint of all."""
+    """HSDP on a mesh, against one process."""
     with new_crew(4) as crew:
         crew.call("sharding", "hsdp")
 
