@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from manyhands.collectives.codecs import codec_for
+from manyhands.collectives.pool import Pool
 from manyhands.collectives.reduction import Contribution, Operator, PartSum, arithmetic_for
 from manyhands.core.errors import UsageError
 
@@ -75,7 +76,7 @@ def test_every_operator_and_dtype(operator, dtype):
     before = [values.clone() for values in given]
     arithmetic = arithmetic_for(operator, dtype)
     total = torch.empty(37, dtype=arithmetic.total_dtype)
-    adding = PartSum(NUM, arithmetic, codec_for("fp32", dtype), total)
+    adding = PartSum(NUM, arithmetic, codec_for("fp32", dtype), lambda: total)
     released = []
     for place in (2, 0, 3, 1):
         plain = given[place].view(arithmetic.dtype)
@@ -97,7 +98,7 @@ def test_the_order_of_coming_changes_no_bit(order):
     given = [values_of(torch.float32, seed) * 10.0**seed for seed in range(NUM)]
     arithmetic = arithmetic_for(Operator.SUM, torch.float32)
     total = torch.empty(37)
-    adding = PartSum(NUM, arithmetic, codec_for("fp32", torch.float32), total)
+    adding = PartSum(NUM, arithmetic, codec_for("fp32", torch.float32), lambda: total)
     for place in order:
         adding.offer(place, Contribution(given[place], False, lambda: None))
     assert torch.equal(total, ((given[0] + given[1]) + given[2]) + given[3])
@@ -117,7 +118,7 @@ def test_plain_and_coded_ones_together(wire, coded):
     given = [values_of(torch.float32, seed, 600) for seed in range(3)]
     arithmetic = arithmetic_for(Operator.SUM, torch.float32)
     total, expected = torch.empty(600), torch.zeros(600)
-    adding = PartSum(3, arithmetic, codec, total)
+    adding = PartSum(3, arithmetic, codec, lambda: total)
     arrived = []
     for values, is_coded in zip(given, coded, strict=True):
         bytes_ = torch.empty(codec.num_bytes(600, torch.float32), dtype=torch.uint8)
@@ -134,9 +135,35 @@ def test_plain_and_coded_ones_together(wire, coded):
 def test_dropping_releases_what_was_not_added():
     released = []
     arithmetic = arithmetic_for(Operator.SUM, torch.float32)
-    adding = PartSum(4, arithmetic, codec_for("fp32", torch.float32), torch.empty(3))
+    adding = PartSum(4, arithmetic, codec_for("fp32", torch.float32))
     for place in (0, 2, 3):
         values = torch.ones(3)
         adding.offer(place, Contribution(values, False, lambda p=place: released.append(p)))
     adding.drop()
     assert sorted(released) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("me", range(3))
+def test_the_total_is_made_in_memory_that_was_given_away(order, me):
+    pool = Pool(148, keep_blocks=8)
+    given = [values_of(torch.float32, seed) * 10.0**seed for seed in range(3)]
+    before = given[me].clone()
+    adding = PartSum(
+        3, arithmetic_for(Operator.SUM, torch.float32), codec_for("fp32", torch.float32)
+    )
+    released = []
+    for place in order:
+        block = None
+        values = given[place]
+        if place != me:
+            block = pool.take(148)
+            values = block.tensor.view(torch.float32).copy_(given[place])
+        release = lambda place=place: released.append(place)  # noqa: E731
+        adding.offer(place, Contribution(values, False, release, block))
+    assert torch.equal(adding.total, (given[0] + given[1]) + given[2])
+    assert adding.home is not None
+    assert adding.home.tensor.data_ptr() == adding.total.data_ptr()
+    assert len(released) == 2  # all but the one whose memory it is
+    assert me in released
+    assert torch.equal(given[me], before)

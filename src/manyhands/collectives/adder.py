@@ -62,7 +62,7 @@ class Adder:
             if apart
             else block.tensor.view(arithmetic.total_dtype)
         )
-        adding = PartSum(max(1, len(given)), arithmetic, codec, total)
+        adding = PartSum(max(1, len(given)), arithmetic, codec, lambda: total)
         if not given:
             total.zero_()
         for place, peer in enumerate(given):

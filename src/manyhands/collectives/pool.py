@@ -27,6 +27,7 @@ class Block(NamedTuple):
 
     tensor: Tensor
     view: memoryview
+    whole: Block | None = None  # the pool's block that this is the beginning of
 
 
 class Pool:
@@ -48,7 +49,7 @@ class Pool:
         block = block or _new(self.block_bytes)
         if num_bytes == self.block_bytes:
             return block
-        return Block(block.tensor[:num_bytes], block.view[:num_bytes])
+        return Block(block.tensor[:num_bytes], block.view[:num_bytes], block)
 
     def hold(self, block: Block) -> Callable[[], None]:
         """A second reader: the block is free once it is given back *and* the result was called."""
@@ -75,16 +76,11 @@ class Pool:
         self._put_back(block)
 
     def _put_back(self, block: Block) -> None:
-        whole = block.tensor
-        if whole.numel() != self.block_bytes:
-            storage = whole.untyped_storage()
-            if storage.nbytes() != self.block_bytes:
-                return
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-        with self._lock:
-            if len(self._free) < self._keep_blocks:
-                view = block.view if len(block.view) == self.block_bytes else None
-                self._free.append(Block(whole, view if view is not None else _view(whole)))
+        whole = block.whole or block
+        if len(whole.view) == self.block_bytes:
+            with self._lock:
+                if len(self._free) < self._keep_blocks:
+                    self._free.append(whole)
 
 
 def _new(num_bytes: int) -> Block:
@@ -94,8 +90,4 @@ def _new(num_bytes: int) -> Block:
         else:
             memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    return Block(tensor, _view(tensor))
-
-
-def _view(tensor: Tensor) -> memoryview:
-    return writable_bytes_of(tensor)
+    return Block(tensor, writable_bytes_of(tensor))

@@ -18,6 +18,7 @@ from manyhands.core.errors import UsageError
 
 if TYPE_CHECKING:
     from manyhands.collectives.codecs import Codec
+    from manyhands.collectives.pool import Block
 
 
 class Operator(Enum):
@@ -91,28 +92,45 @@ def _refused(operator: Operator, dtype: torch.dtype, hint: str) -> UsageError:
 
 @dataclass(slots=True)
 class Contribution:
-    """One member's values of a part: plain, or as bytes of a codec. `release` frees its memory."""
+    """One member's values of a part: plain, or as bytes of a codec. `release` frees its memory.
+
+    With a `block` the memory is the sum's to use: the total may be made in it.
+    """
 
     values: Tensor
     coded: bool
     release: Callable[[], None]
+    block: Block | None = None
 
 
 class PartSum:
     """Takes contributions as they come and adds them in roster order into `total`.
 
-    `total` is flat, of the arithmetic's total dtype, and memory of its own: contributions stay
-    intact. `codec` reads those that are `coded`, which only SUM and MEAN can be. A mean is not
-    divided here. Not thread-safe.
+    `memory` gives what the total is made in, when there is something to add: flat, of the
+    arithmetic's total dtype. Without it the total is made in a contribution's own `block`, which
+    is then `home` and not released: of plain ones that are not narrow, if one of the first two
+    members' has a block. All other contributions stay intact. `codec` reads those that are
+    `coded`, which only SUM and MEAN can be. A mean is not divided here. Not thread-safe.
     """
 
-    __slots__ = ("_arithmetic", "_codec", "_first", "_next", "_num", "_waiting", "total")
+    __slots__ = (
+        *("_arithmetic", "_codec", "_first", "_memory", "_next", "_num", "_waiting"),
+        *("home", "total"),
+    )
 
-    def __init__(self, num: int, arithmetic: Arithmetic, codec: Codec, total: Tensor) -> None:
-        self._num, self._arithmetic, self._codec, self.total = num, arithmetic, codec, total
+    def __init__(
+        self,
+        num: int,
+        arithmetic: Arithmetic,
+        codec: Codec,
+        memory: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self._num, self._arithmetic, self._codec, self._memory = num, arithmetic, codec, memory
         self._waiting: dict[int, Contribution] = {}
         self._first: Contribution | None = None
         self._next = 0
+        self.home: Block | None = None
+        self.total: Tensor
 
     @property
     def complete(self) -> bool:
@@ -144,18 +162,31 @@ class PartSum:
             if plain and self._num > 1:
                 self._first = turn  # read once, together with the second
                 return
+            self.total = self._room(turn)
             self._load(turn)
         elif self._first is not None:
+            first, self._first = self._first, None
+            self.total = self._room(turn, first)
             if plain:
-                self._arithmetic.fold(self._first.values, turn.values, self.total)
+                self._arithmetic.fold(first.values, turn.values, self.total)
             else:
-                self._load(self._first)
+                self._load(first)
                 self._add(turn)
-            self._first.release()
-            self._first = None
+            self._release(first)
         else:
             self._add(turn)
-        turn.release()
+        self._release(turn)
+
+    def _room(self, *turns: Contribution) -> Tensor:
+        if self._memory is not None:
+            return self._memory()
+        turn = next(turn for turn in turns if turn.block is not None)
+        self.home = turn.block
+        return turn.values
+
+    def _release(self, turn: Contribution) -> None:
+        if turn.block is None or turn.block is not self.home:
+            turn.release()
 
     def _load(self, turn: Contribution) -> None:
         if turn.coded:

@@ -42,7 +42,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: _Seconds = 10.0
     grace_s: _Seconds = 1.0  # for a peer whose connection has closed
     window_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 40)] = 8 << 20
-    part_bytes: Annotated[int, msgspec.Meta(gt=0, le=16 << 20)] = 1 << 20
+    part_bytes: Annotated[int, msgspec.Meta(gt=0, le=16 << 20)] = 2 << 20
     watch_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 40)] = 64 << 20
 
     def __post_init__(self) -> None:

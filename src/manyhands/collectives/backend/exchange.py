@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
-from manyhands.collectives.pool import Block
+from manyhands.collectives.reduction import Contribution
 
 if TYPE_CHECKING:
+    from manyhands.collectives.pool import Block, Pool
     from manyhands.collectives.reduction import PartSum
 
 GIVEN, RESULT = 0, 1  # the steps: what a member gives, what an owner made of it
@@ -50,21 +51,43 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Target:
-    """Where a piece goes: `into` memory if it can be received there as it is, or to `take`."""
+    """Where a piece goes: `into` memory if it can be received there as it is, or to `take`.
+
+    `verify` raises if what has been received there cannot be.
+    """
 
     num_bytes: int
-    into: Tensor | None = None
+    into: memoryview | None = None
     take: Callable[[Block], None] | None = None
+    verify: Callable[[], None] | None = None
+
+    def fill(self, block: Block | None) -> None:
+        """The piece is here: in a block, or (None) in `into` already."""
+        if block is not None and self.take is not None:
+            self.take(block)
+        elif block is not None and self.into is not None:
+            self.into[:] = block.view
+        if self.verify is not None:
+            self.verify()
 
 
 @dataclass(slots=True)
 class Owned:
     """A sum that this member makes, and what happens to it: `finish` returns what then leaves."""
 
-    total: PartSum
+    adding: PartSum
     num_bytes: int  # of each contribution on the wire
     dtype: torch.dtype | None  # of contributions that come as they are; None: as a codec's bytes
     finish: Callable[[], Sequence[Outgoing]]
+
+    def offer(self, place: int, block: Block, pool: Pool) -> bool:
+        """Add a member's contribution, which is then the sum's or goes back to the pool.
+
+        Returns whether the sum is complete.
+        """
+        values = block.tensor if self.dtype is None else block.tensor.view(self.dtype)
+        release = partial(pool.give, block)
+        return self.adding.offer(place, Contribution(values, self.dtype is None, release, block))
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +122,7 @@ class Exchange:
         """Ranks whose data is missing."""
         places = {sender for sender, _, _ in self.targets}
         for owned in self.owned.values():
-            places.update(owned.total.missing())
+            places.update(owned.adding.missing())
         places.discard(self.me)
         return sorted(self.members[place] for place in places)
 

@@ -6,8 +6,9 @@ of the contributions and the members' order, never of timing. Transfers of any d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from manyhands.collectives.reduction import (
     PartSum,
     arithmetic_for,
 )
-from manyhands.wire.tensors import bytes_of
+from manyhands.wire.tensors import bytes_of, verify_received, writable_bytes_of
 
 SMALL_BYTES = 32 << 10
 """Up to here a contribution goes to everybody and everybody adds up: one hop instead of two."""
@@ -56,14 +57,16 @@ class Maker:
         if values.nbytes <= SMALL_BYTES and codec.raw:
             return self._sum_everywhere(made, values, arithmetic, codec)
         parts = cut_parts(values.numel(), values.itemsize, num, self.part_bytes)
+        memory, size = writable_bytes_of(values), values.itemsize
         # Each member begins with another owner, so that no owner is flooded while others wait.
         for part in sorted(parts, key=lambda p: (p.k // num, (p.owner - self.me) % num)):
             piece = values[part.start : part.stop]
+            view = memory[part.start * size : part.stop * size]
             if part.owner == self.me:
                 made.owned[part.k] = self._own(part.k, piece, arithmetic, codec, to_all=True)
             else:
-                made.outgoing.append(self._coded(part.owner, part.k, piece, codec))
-                made.targets[part.owner, RESULT, part.k] = self._result(piece, codec)
+                made.outgoing.append(self._coded(part.owner, part.k, piece, view, codec))
+                made.targets[part.owner, RESULT, part.k] = self._result(piece, view, codec)
         return made
 
     def reduce_scatter(self, chunks: Sequence[Tensor], out: Tensor, operator: Operator) -> Exchange:
@@ -88,20 +91,20 @@ class Maker:
         if len(self.members) == 1:
             made.last.append(_copier(out, given))
             return
+        if owner != self.me:
+            self._give(made, owner, given)
+            return
         raw = codec_for("fp32", arithmetic.dtype)
         given = given.view(arithmetic.dtype)
         for k, start in enumerate(self._starts(given)):
             piece = given[start : start + self._elements(given)]
-            if owner == self.me:
-                final = out.view(arithmetic.dtype)[start : start + piece.numel()]
-                made.owned[k] = self._own(k, piece, arithmetic, raw, to_all=False, final=final)
-            else:
-                made.outgoing.append(self._plain(owner, k, piece))
+            final = out.view(arithmetic.dtype)[start : start + piece.numel()]
+            made.owned[k] = self._own(k, piece, arithmetic, raw, to_all=False, final=final)
 
     def _sum_everywhere(
         self, made: Exchange, values: Tensor, arithmetic: Arithmetic, codec: Codec
     ) -> Exchange:
-        made.outgoing.append(self._plain(None, 0, values))
+        made.outgoing.append(self._plain(None, 0, bytes_of(values)))
         made.owned[0] = self._own(0, values, arithmetic, codec, to_all=False)
         return made
 
@@ -117,22 +120,29 @@ class Maker:
     ) -> Owned:
         """The sum of part k, whose own contribution is `piece`; it ends in `final` (or `piece`)."""
         num, final = len(self.members), piece if final is None else final
-        wire = self.pool.take(codec.num_bytes(piece.numel(), piece.dtype))
-        apart = arithmetic.narrow or not codec.raw  # the total is not what is sent
-        scratch = self.pool.take(piece.numel() * arithmetic.total_dtype.itemsize) if apart else wire
-        total = PartSum(num, arithmetic, codec, scratch.tensor.view(arithmetic.total_dtype))
-        total.offer(self.me, Contribution(piece, coded=False, release=_nothing))
+        num_bytes = codec.num_bytes(piece.numel(), piece.dtype)
+        scratch: list[Block] = []
+
+        def room() -> Tensor:
+            scratch.append(self.pool.take(piece.numel() * arithmetic.total_dtype.itemsize))
+            return scratch[0].tensor.view(arithmetic.total_dtype)
+
+        # Memory of its own only where the total is not what is sent.
+        apart = arithmetic.narrow or not codec.raw
+        adding = PartSum(num, arithmetic, codec, room if apart else None)
+        adding.offer(self.me, Contribution(piece, coded=False, release=_nothing))
 
         def finish() -> Sequence[Outgoing]:
             if arithmetic.operator is Operator.MEAN:
-                total.total.div_(num)
+                adding.total.div_(num)
+            wire = self.pool.take(num_bytes) if adding.home is None else adding.home
             if codec.raw and arithmetic.narrow:
                 # Not the codec's rounding: what overflows must be inf, as in any torch backend.
-                wire.tensor.view(piece.dtype).copy_(total.total)
+                wire.tensor.view(piece.dtype).copy_(adding.total)
             elif apart:
-                codec.encode(total.total, wire.tensor)
-            if apart:
-                self.pool.give(scratch)
+                codec.encode(adding.total, wire.tensor)
+            for block in scratch:
+                self.pool.give(block)
             with torch.no_grad():
                 codec.decode(wire.tensor, final)
             if not to_all:
@@ -143,37 +153,37 @@ class Maker:
                     to=None,
                     step=RESULT,
                     k=k,
-                    num_bytes=wire.tensor.numel(),
+                    num_bytes=num_bytes,
                     prepare=lambda: wire.view,
                     settled=True,  # the memory is ours, and given back when it has left
                     release=lambda: self.pool.give(wire),
                 ),
             )
 
-        dtype = piece.dtype if codec.raw else None
-        return Owned(total, wire.tensor.numel(), dtype, finish)
+        return Owned(adding, num_bytes, piece.dtype if codec.raw else None, finish)
 
-    def _coded(self, to: int, k: int, piece: Tensor, codec: Codec) -> Outgoing:
+    def _coded(self, to: int, k: int, piece: Tensor, view: memoryview, codec: Codec) -> Outgoing:
         """A contribution whose arrival its sum will show."""
         num_bytes = codec.num_bytes(piece.numel(), piece.dtype)
         if codec.raw:
-            return Outgoing(to, GIVEN, k, num_bytes, lambda: bytes_of(piece), settled=True)
-        wire = self.pool.take(0)
+            return Outgoing(to, GIVEN, k, num_bytes, lambda: view, settled=True)
+        blocks: list[Block] = []
 
         def prepare() -> memoryview:
-            nonlocal wire
-            wire = self.pool.take(num_bytes)
-            codec.encode(piece, wire.tensor)
-            return wire.view
+            blocks.append(self.pool.take(num_bytes))
+            codec.encode(piece, blocks[0].tensor)
+            return blocks[0].view
 
-        return Outgoing(
-            to, GIVEN, k, num_bytes, prepare, settled=True, release=lambda: self.pool.give(wire)
-        )
+        def release() -> None:
+            for block in blocks:
+                self.pool.give(block)
 
-    def _result(self, piece: Tensor, codec: Codec) -> Target:
+        return Outgoing(to, GIVEN, k, num_bytes, prepare, settled=True, release=release)
+
+    def _result(self, piece: Tensor, view: memoryview, codec: Codec) -> Target:
         num_bytes = codec.num_bytes(piece.numel(), piece.dtype)
         if codec.raw:
-            return Target(num_bytes, into=piece)
+            return Target(num_bytes, into=view, verify=_verifier(piece))
 
         def take(block: Block) -> None:
             with torch.no_grad():
@@ -263,20 +273,23 @@ class Maker:
     def _give(self, made: Exchange, to: int | None, flat: Tensor) -> None:
         if len(self.members) == 1:
             return  # nobody to give it to
-        for k, start in enumerate(self._starts(flat)):
-            made.outgoing.append(self._plain(to, k, flat[start : start + self._elements(flat)]))
+        memory, size = bytes_of(flat), self._elements(flat) * flat.itemsize
+        for k, start in enumerate(range(0, len(memory), size)):
+            made.outgoing.append(self._plain(to, k, memory[start : start + size]))
 
-    def _plain(self, to: int | None, k: int, piece: Tensor) -> Outgoing:
-        view = bytes_of(piece)
+    def _plain(self, to: int | None, k: int, view: memoryview) -> Outgoing:
         if len(view) <= SMALL_BYTES:  # a copy costs less than waiting until it has left
             view = memoryview(bytes(view))
             return Outgoing(to, GIVEN, k, len(view), lambda: view, settled=True)
         return Outgoing(to, GIVEN, k, len(view), lambda: view, settled=False)
 
     def _expect(self, made: Exchange, sender: int, flat: Tensor) -> None:
+        memory, size = writable_bytes_of(flat), flat.itemsize
         for k, start in enumerate(self._starts(flat)):
             piece = flat[start : start + self._elements(flat)]
-            made.targets[sender, GIVEN, k] = Target(piece.nbytes, into=piece)
+            view = memory[start * size : start * size + piece.nbytes]
+            target = Target(piece.nbytes, into=view, verify=_verifier(piece))
+            made.targets[sender, GIVEN, k] = target
 
     def _elements(self, flat: Tensor) -> int:
         return max(1, self.part_bytes // flat.itemsize)
@@ -300,6 +313,11 @@ def _copier(out: Tensor, given: Tensor):  # noqa: ANN202
             out.view(torch.uint8).copy_(given.view(torch.uint8))
 
     return copy
+
+
+def _verifier(piece: Tensor) -> Callable[[], None] | None:
+    """Only bools have bytes that are no value."""
+    return partial(verify_received, piece) if piece.dtype is torch.bool else None
 
 
 def _nothing() -> None:

@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from manyhands.collectives.backend import messages as words
@@ -25,7 +24,6 @@ from manyhands.collectives.backend.exchange import (
     Exchange,
     Key,
     Outgoing,
-    Target,
     Wanted,
 )
 from manyhands.collectives.backend.failure import (
@@ -39,7 +37,6 @@ from manyhands.collectives.backend.failure import (
 from manyhands.collectives.courier import Courier, Letter
 from manyhands.collectives.flow import Accounts
 from manyhands.collectives.pool import Block, Pool
-from manyhands.collectives.reduction import Contribution
 from manyhands.collectives.threads import start_thread
 from manyhands.core.errors import (
     LinkError,
@@ -50,7 +47,6 @@ from manyhands.core.errors import (
 from manyhands.core.peers import PeerId, View
 from manyhands.links.base import Delivery, Gap, Link
 from manyhands.links.messages import Gone, Leaving
-from manyhands.wire.tensors import verify_received, writable_bytes_of
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +61,13 @@ class _Early(NamedTuple):
     sender: int
     piece: words.Piece
     block: Block
+
+
+class _Placed(NamedTuple):
+    """A piece whose buffer is being received: in its target's memory, or (with it) in a block."""
+
+    piece: words.Piece
+    block: Block | None
 
 
 class Team:
@@ -83,12 +86,15 @@ class Team:
         self.pool = Pool(link.terms.part_bytes, keep_blocks=32)
         self._other_words = other_words
         self._ranks = {peer.incarnation: rank for rank, peer in enumerate(self.roster)}
+        # Held while contributions are added up and results put in place, and taken before `_lock`:
+        # whoever needs only the books must not wait for arithmetic.
+        self._adding = threading.Lock()
         self._lock = threading.RLock()  # guards everything below
         self._running: dict[Key, Exchange] = {}
         self._early: dict[Key, list[_Early]] = {}
         self._shown_early: dict[Key, set[int]] = {}
         self._held: list[tuple[Exchange, Outgoing]] = []
-        self._placed: dict[tuple[int, bytes], tuple[Target | None, Block | None]] = {}
+        self._placed: dict[tuple[int, bytes], _Placed] = {}
         self._accounts = Accounts(len(self.roster), AHEAD_BYTES)
         self._parted: set[int] = set()
         self._view = view
@@ -97,6 +103,7 @@ class Team:
         self._any: list[Wanted] = []
         self._courier = Courier(link, self._fail)
         self._reader: threading.Thread | None = None
+        self._looked_s = 0.0  # at the deadlines
 
     def start_reading(self) -> None:
         """Begin to serve what arrives; once, when whoever needs it knows this team."""
@@ -116,28 +123,27 @@ class Team:
         exchange.started_s = time.monotonic()
         exchange.deadline_s = exchange.started_s + timeout_s
         with self._lock:
-            error = self._error
-            if error is None:
-                self._running[key] = exchange
-                exchange.shown = self._shown_early.pop(key, set())
-                exchange.shown.update(early.sender for early in self._early.get(key, ()))
-                for outgoing in exchange.outgoing:
-                    exchange.unsettled += not outgoing.settled
-                    self._push(exchange, outgoing)
-                try:
-                    for early in self._early.pop(key, ()):
-                        self._use(exchange, early.sender, early.piece, early.block)
+            if self._error is not None:
+                done(told(self._error, exchange))
+                return
+            self._running[key] = exchange
+            came_early = self._early.pop(key, [])
+            exchange.shown = self._shown_early.pop(key, set())
+            exchange.shown.update(early.sender for early in came_early)
+            for outgoing in exchange.outgoing:
+                exchange.unsettled += not outgoing.settled
+                self._push(exchange, outgoing)
+        try:
+            with self._adding:
+                for early in came_early:
+                    self._use(exchange, early.sender, early.piece, early.block)
+            with self._lock:
+                if self._running.get(key) is exchange:
                     self._check_parted(exchange)
-                except ManyhandsError as came:
-                    error = came
-                else:
                     self._say_here(exchange)
                     self._check_done(exchange)
-        if error is not None:
-            if exchange.key in self._running:
-                self._fail(error)
-            else:
-                done(told(error, exchange))
+        except ManyhandsError as error:
+            self._fail(error)
 
     def send(self, rank: int, word: words.Word, buffers: Sequence[memoryview] = ()) -> None:
         """A word to one member, for whoever shares this team's link."""
@@ -253,10 +259,10 @@ class Team:
                 spot = (exchange.members.index(rank), word.step, word.k)
                 target = exchange.targets.get(spot)
             if target is not None and target.into is not None and target.num_bytes == sizes[0]:
-                self._placed[rank, message] = (target, None)
-                return [writable_bytes_of(target.into)]
+                self._placed[rank, message] = _Placed(word, None)
+                return [target.into]
             block = self.pool.take(sizes[0])
-            self._placed[rank, message] = (None, block)
+            self._placed[rank, message] = _Placed(word, block)
             return [block.view]
 
     def _read(self) -> None:
@@ -285,10 +291,21 @@ class Team:
         if rank is None:
             self._turn_away(delivery)
             return
+        placed = self._placed.pop((rank, delivery.message), None)
+        if placed is not None:
+            self._take_piece(rank, placed, len(delivery.buffers[0]))
+            return
         word = words.decode(delivery.message)
         match word:
             case words.Piece():
-                self._take_piece(rank, word, delivery)
+                # It came before there was a team to say where it goes.
+                if len(delivery.buffers) != 1:
+                    raise TeamFailed(
+                        f"rank {rank} sent piece {word.k} of `{word.form}` without data"
+                    )
+                block = self.pool.take(len(delivery.buffers[0]))
+                block.view[:] = delivery.buffers[0]
+                self._take_piece(rank, _Placed(word, block), len(block.view))
             case words.Here():
                 with self._lock:
                     key = Key(word.stream, word.seq)
@@ -327,39 +344,39 @@ class Team:
             refusal = words.encode(words.Refusal(reason))
             self._courier.post(Letter(delivery.sender, refusal), urgent=True)
 
-    def _take_piece(self, rank: int, piece: words.Piece, delivery: Delivery) -> None:
-        (buffer,) = delivery.buffers
+    def _take_piece(self, rank: int, placed: _Placed, num_bytes: int) -> None:
+        piece, block = placed
         key = Key(piece.stream, piece.seq)
-        with self._lock:
-            if self._error is not None:
-                return
-            target, block = self._placed.pop((rank, delivery.message), (None, None))
-            account = self._accounts.receiving[rank]
-            account.came += buffer.nbytes
-            exchange = self._running.get(key)
-            if exchange is None:
-                if block is None:
-                    block = self.pool.take(buffer.nbytes)
-                    block.view[:] = buffer
-                self._early.setdefault(key, []).append(_Early(rank, piece, block))
-                self._match_any(key)
-                if account.full:
-                    for waiting in self._running.values():
-                        if rank in waiting.waits_for():
-                            self.send(rank, words.Here(*waiting.key))
-                    for wanted in self._any:
-                        for other, sender in wanted.keys().items():
-                            if sender == rank:
-                                self.send(rank, words.Here(*other))
-                return
-            if rank not in exchange.shown:
-                exchange.shown.add(rank)
-                self._push_held()
-            if target is None and block is None:
-                block = self.pool.take(buffer.nbytes)
-                block.view[:] = buffer
+        with self._adding:
+            with self._lock:
+                if self._error is not None:
+                    return
+                self._accounts.receiving[rank].came += num_bytes
+                exchange = self._running.get(key)
+                if exchange is None:
+                    self._keep_early(rank, key, placed)
+                    return
+                if rank not in exchange.shown:
+                    exchange.shown.add(rank)
+                    self._push_held()
             self._use(exchange, rank, piece, block)
-            self._check_done(exchange)
+
+    def _keep_early(self, rank: int, key: Key, placed: _Placed) -> None:
+        """Its operation has not started here."""
+        if placed.block is None:
+            raise TeamFailed(
+                f"rank {rank} sent piece {placed.piece.k} of `{placed.piece.form}` twice"
+            )
+        self._early.setdefault(key, []).append(_Early(rank, placed.piece, placed.block))
+        self._match_any(key)
+        if self._accounts.receiving[rank].full:
+            for waiting in self._running.values():
+                if rank in waiting.waits_for():
+                    self.send(rank, words.Here(*waiting.key))
+            for wanted in self._any:
+                for other, sender in wanted.keys().items():
+                    if sender == rank:
+                        self.send(rank, words.Here(*other))
 
     def _match_any(self, key: Key) -> None:
         for wanted in self._any:
@@ -368,7 +385,10 @@ class Team:
                 return
 
     def _use(self, exchange: Exchange, rank: int, piece: words.Piece, block: Block | None) -> None:
-        """Put a piece to use: a block, or (None) what has been received in its place."""
+        """Put a piece to use: a block, or (None) what has been received in its place.
+
+        Under `_adding`, which alone changes what an exchange expects.
+        """
         if piece.form != exchange.form:
             raise TeamFailed(
                 f"rank {rank} ({self.roster[rank]}) runs `{piece.form}` where this rank runs "
@@ -377,18 +397,15 @@ class Team:
             )
         place = exchange.members.index(rank)
         owned = exchange.owned.get(piece.k) if piece.step == GIVEN else None
-        if owned is not None and block is not None and block.tensor.numel() == owned.num_bytes:
+        results: Sequence[Outgoing] = ()
+        if owned is not None and block is not None and len(block.view) == owned.num_bytes:
             num_bytes = owned.num_bytes
-            release = partial(self.pool.give, block)
-            values = block.tensor if owned.dtype is None else block.tensor.view(owned.dtype)
-            if owned.total.offer(place, Contribution(values, owned.dtype is None, release)):
+            if owned.offer(place, block, self.pool):
+                results = owned.finish()
                 del exchange.owned[piece.k]
-                for outgoing in owned.finish():
-                    exchange.unsettled += not outgoing.settled
-                    self._push(exchange, outgoing)
         else:
-            target = exchange.targets.pop((place, piece.step, piece.k), None)
-            if target is None or (block and block.tensor.numel() != target.num_bytes):
+            target = exchange.targets.get((place, piece.step, piece.k))
+            if target is None or (block and len(block.view) != target.num_bytes):
                 size = "no bytes" if target is None else f"{target.num_bytes} bytes"
                 raise TeamFailed(
                     f"rank {rank} ({self.roster[rank]}) sent piece {piece.k} of "
@@ -396,17 +413,18 @@ class Team:
                     hint="sizes given to one operation must agree between its members",
                 )
             num_bytes = target.num_bytes
+            target.fill(block)
             if block is not None:
-                if target.take is not None:
-                    target.take(block)
-                elif target.into is not None:
-                    writable_bytes_of(target.into)[:] = block.view
                 self.pool.give(block)
-            if target.into is not None:
-                verify_received(target.into)
-        told = self._accounts.receiving[rank].use(num_bytes)
-        if told is not None:
-            self.send(rank, words.Taken(told))
+            del exchange.targets[place, piece.step, piece.k]
+        with self._lock:
+            told = self._accounts.receiving[rank].use(num_bytes)
+            if told is not None:
+                self.send(rank, words.Taken(told))
+            for outgoing in results:
+                exchange.unsettled += not outgoing.settled
+                self._push(exchange, outgoing)
+            self._check_done(exchange)
 
     def _check_done(self, exchange: Exchange) -> None:
         if exchange.arrived and not exchange.unsettled and self._running.get(exchange.key):
@@ -443,6 +461,9 @@ class Team:
 
     def _check_deadlines(self) -> None:
         now_s = time.monotonic()
+        if now_s - self._looked_s < _TICK_S / 2:
+            return
+        self._looked_s = now_s
         with self._lock:
             if any(now_s > wanted.deadline_s for wanted in self._any):
                 raise TeamFailed("`recv` from any rank: nobody sent anything within the timeout")
@@ -471,7 +492,7 @@ class Team:
                 self.link.send(None, words.encode(words.Failed(str(error)[:1000])), timeout_s=1.0)
                 self.link.flush(1.0)
         self.link.close()
-        with self._lock:
+        with self._adding, self._lock:  # what is being written into is not given back before
             running, self._running = list(self._running.values()), {}
             self._early.clear()
             self._held.clear()
