@@ -43,7 +43,7 @@ def test_a_new_connection_goes_on_after_what_the_peer_holds(outbox):
     assert taken(outbox, 4) == [1, 2, 3, 4]
     outbox.put_now(BeatBack(1))  # of the old connection
     assert outbox.resume("second", 2, Ready())
-    frame, via = outbox.take()
+    frame, via, _ = outbox.take()
     assert (frame.header, via) == (Ready(), "second")
     assert taken(outbox, 3) == [3, 4, 5]
     assert outbox.resume("third", 2)

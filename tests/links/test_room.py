@@ -35,7 +35,7 @@ class Seat:
         self.frames: list[tuple[Frame, bool]] = []
         self.out: str | None = None
 
-    def put(self, frame: Frame, *, droppable: bool = False) -> None:
+    def put(self, frame: Frame, *, droppable: bool = False, pushed: bool = False) -> None:
         assert self.out is None
         self.frames.append((frame, droppable))
 

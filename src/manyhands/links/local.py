@@ -124,8 +124,11 @@ class LocalCarrier:
     def num_gaps(self) -> int:
         return self._outbox.num_gaps
 
-    def put(self, frame: Frame, *, droppable: bool = False) -> None:
+    def put(self, frame: Frame, *, droppable: bool = False, pushed: bool = False) -> None:
         self._outbox.put(frame, droppable=droppable)
+
+    def push(self) -> None:
+        pass  # its reader has been woken
 
     def dismiss(self, reason: str) -> None:
         self._outbox.end(Dismissal(reason))
@@ -145,7 +148,7 @@ class LocalCarrier:
 
     def _read_frames(self) -> None:
         while (taken := self._outbox.take()) is not None:
-            frame, sink = taken
+            frame, sink, _ = taken
             if isinstance(frame.header, Data):
                 _deliver(sink, frame.header, frame)
             else:

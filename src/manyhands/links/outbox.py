@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from manyhands.links.messages import Gap, Header
 from manyhands.links.room import Frame
+from manyhands.wire.frames import Buffer
 
 Via = TypeVar("Via")  # what frames leave by: a connection
+
+
+class Taken(NamedTuple, Generic[Via]):
+    """A frame to send now, and what to send it by. `rest`: what is left of it, if it was begun."""
+
+    frame: Frame
+    via: Via
+    rest: Sequence[Buffer] | None = None
 
 
 class Budget:
@@ -46,7 +55,11 @@ class Budget:
 
 
 class Outbox(Generic[Via]):
-    """Thread-safe. One taker at a time."""
+    """Thread-safe. Frames leave one after the other, each whole: there is one sender at a time.
+
+    That is whoever waits in `take`, until it takes again; or whoever got a frame by `take_now`,
+    until it says `sent` or leaves the rest to the one who waits.
+    """
 
     def __init__(self, watch_bytes: int, budget: Budget | None = None) -> None:
         self._watch_bytes = watch_bytes
@@ -57,14 +70,16 @@ class Outbox(Generic[Via]):
         self._unacked: deque[Frame] = deque()
         self._num_acked = 0
         self._via: Via | None = None
+        self._writing = self._pushing = False  # a frame is being sent: of `take`, of `take_now`
+        self._rest: Taken[Via] | None = None  # somebody was: go on with it
         self._ended = False
         self._notice: Frame | None = None  # the Gap that is the last frame, if it still waits
         self._put_bytes = self._consumed_bytes = 0
         self.num_gaps = 0
         self._waiting_bytes = 0
 
-    def put(self, frame: Frame, *, droppable: bool = False) -> None:
-        """Add a frame; a droppable one may turn into a Gap."""
+    def put(self, frame: Frame, *, droppable: bool = False, wake: bool = True) -> None:
+        """Add a frame; a droppable one may turn into a Gap. Without `wake`, `take_now` it."""
         with self._changed:
             if self._ended:
                 return
@@ -73,35 +88,74 @@ class Outbox(Generic[Via]):
                 if self._notice is None:
                     self.num_gaps += 1
                     self._notice = Frame(Gap(1))
-                    self._add(self._notice)
+                    self._add(self._notice, wake=wake)
                 return
             self._notice = None
             self._put_bytes += frame.cost
-            self._add(frame)
+            self._add(frame, wake=wake)
 
-    def put_now(self, header: Header) -> None:
+    def put_now(self, header: Header, *, wake: bool = True) -> None:
         """Add a frame that overtakes the others and is forgotten once sent."""
         with self._changed:
             if not self._ended:
                 self._now.append(Frame(header))
-                self._changed.notify()
+                if wake:
+                    self._changed.notify()
 
-    def take(self) -> tuple[Frame, Via] | None:
+    def take(self) -> Taken[Via] | None:
         """The next frame and what to send it by; None when the outbox has ended and is empty."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended or (self._via is not None and (self._now or self._waiting))
-            )
-            if self._via is None or not (self._now or self._waiting):
+            self._writing = False
+            self._changed.wait_for(lambda: self._ready() or (self._ended and not self._pushing))
+            self._writing = self._ready()
+            return self._take() if self._writing else None
+
+    def take_now(self) -> Taken[Via] | None:
+        """The same for who cannot wait: None if there is nothing, or somebody is at it."""
+        with self._changed:
+            if self._writing or self._rest is not None or not self._ready():
                 return None
-            if self._now:
-                return self._now.popleft(), self._via
-            frame = self._waiting.popleft()
-            self._unacked.append(frame)
-            self._count(-frame.cost)
-            if frame is self._notice:
-                self._notice = None
-            return frame, self._via
+            self._pushing = True
+            return self._take()
+
+    def sent(self) -> None:
+        """What was taken has left, or its connection is gone."""
+        with self._changed:
+            self._pushing = False
+            if self._ended:
+                self._changed.notify_all()
+
+    def leave(self, taken: Taken[Via], rest: Sequence[Buffer]) -> None:
+        """The rest of it has to wait: for whoever waits in `take`."""
+        with self._changed:
+            self._pushing = False
+            if taken.via is self._via:
+                self._rest = taken._replace(rest=rest)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let whoever waits in `take` go on with what is here."""
+        with self._changed:
+            self._changed.notify()
+
+    def _ready(self) -> bool:
+        if self._pushing or self._via is None:
+            return False
+        return bool(self._rest or self._now or self._waiting)
+
+    def _take(self) -> Taken[Via]:
+        assert self._via is not None
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            return rest
+        if self._now:
+            return Taken(self._now.popleft(), self._via)
+        frame = self._waiting.popleft()
+        self._unacked.append(frame)
+        self._count(-frame.cost)
+        if frame is self._notice:
+            self._notice = None
+        return Taken(frame, self._via)
 
     def acked(self, num_frames: int) -> None:
         """The peer holds this many frames in all."""
@@ -129,6 +183,7 @@ class Outbox(Generic[Via]):
             self._count(sum(frame.cost for frame in self._unacked))
             self._unacked.clear()
             self._now.clear()
+            self._rest = None
             if first is not None:
                 self._now.append(Frame(first))
             self._via = via
@@ -140,7 +195,7 @@ class Outbox(Generic[Via]):
         with self._changed:
             if self._via is not via:
                 return False
-            self._via = None
+            self._via = self._rest = None
             return True
 
     def end(self, last: Header | None = None) -> None:
@@ -153,6 +208,7 @@ class Outbox(Generic[Via]):
             self._unacked.clear()
             self._now.clear()
             self._count(-self._waiting_bytes)
+            # The rest of a frame stays: `last` would be taken for a part of it.
             if last is not None:
                 self._now.append(Frame(last))
             self._changed.notify_all()
@@ -160,10 +216,11 @@ class Outbox(Generic[Via]):
     def _behind(self, num_bytes: int) -> bool:
         return self._put_bytes - self._consumed_bytes + num_bytes > self._watch_bytes
 
-    def _add(self, frame: Frame) -> None:
+    def _add(self, frame: Frame, *, wake: bool) -> None:
         self._waiting.append(frame)
         self._count(frame.cost)
-        self._changed.notify()
+        if wake:
+            self._changed.notify()
 
     def _count(self, num_bytes: int) -> None:
         # Not what is sent and kept for a new connection: its receipt may be stuck behind data that

@@ -8,7 +8,7 @@ peer sees them in the same order. The room has no thread: its owner calls `tick`
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,7 +53,7 @@ class Frame:
 
 
 class Port(Protocol):
-    """A peer's place in the room: its outgoing queue. Called under the room's lock."""
+    """A peer's place in the room: its outgoing queue. Called under the room's lock, but `push`."""
 
     @property
     def peer(self) -> PeerId:
@@ -70,8 +70,15 @@ class Port(Protocol):
         """When the last byte of this peer arrived."""
         ...
 
-    def put(self, frame: Frame, *, droppable: bool = False) -> None:
-        """Queue a frame. A droppable one may become a Gap when the queue is full."""
+    def put(self, frame: Frame, *, droppable: bool = False, pushed: bool = False) -> None:
+        """Queue a frame. A droppable one may become a Gap when the queue is full.
+
+        `pushed`: a `push` will follow, so nobody needs to be woken to send it.
+        """
+        ...
+
+    def push(self) -> None:
+        """Send what waits, as far as that can be done at once."""
         ...
 
     def dismiss(self, reason: str) -> None:
@@ -131,24 +138,29 @@ class Room:
                 return "it was away for longer than its lease"
         return None
 
-    def post(self, sender: PeerId, frame: Frame) -> None:
-        """Route a frame of a peer: data, credit, or a word to the arbiter."""
+    def post(self, sender: PeerId, frame: Frame) -> Sequence[Port]:
+        """Route a frame of a peer: data, credit, or a word to the arbiter.
+
+        Returns the ports that it has been put into, to be pushed.
+        """
         header = frame.header
         with self._lock:
             port = self._ports.get(sender.incarnation)
             if port is None:
-                return  # excluded: what it still sends reaches nobody
+                return ()  # excluded: what it still sends reaches nobody
             match header:
                 case Data(to=None):
-                    self._fan_out(sender, frame)
+                    return self._fan_out(sender, frame)
                 case Data() | Credit():
                     to = self._ports.get(header.to or 0)
                     if to is not None:
-                        to.put(frame)
+                        to.put(frame, pushed=True)
+                        return (to,)
                 case Ready() if header.gaps != port.num_gaps:
                     pass  # a Gap it has not seen yet: it would be active with a hole
                 case _:
                     self._members.word(sender, header)
+        return ()
 
     def closed(self, port: Port, now_s: float) -> None:
         """The connection of this port has closed; only its grace is left."""
@@ -170,11 +182,14 @@ class Room:
 
     # -- under the lock -------------------------------------------------------------------------
 
-    def _fan_out(self, sender: PeerId, frame: Frame) -> None:
+    def _fan_out(self, sender: PeerId, frame: Frame) -> Sequence[Port]:
+        ports: list[Port] = []
         for member in self._members.view.roster:
             port = self._ports.get(member.peer.incarnation)
             if port is not None and member.peer != sender:
-                port.put(frame, droppable=member.state is PeerState.WATCHING)
+                port.put(frame, droppable=member.state is PeerState.WATCHING, pushed=True)
+                ports.append(port)
+        return ports
 
     def _publish(self, view: View) -> None:
         self._journal(view)

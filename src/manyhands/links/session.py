@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from manyhands._version import __version__
 from manyhands.core.errors import LinkBroken, LinkTimeout, Malformed, Truncated, WireError
@@ -27,12 +27,13 @@ from manyhands.links.messages import (
     Dismissal,
     Welcome,
 )
-from manyhands.links.outbox import Budget, Outbox
-from manyhands.links.room import Frame, Room
+from manyhands.links.outbox import Budget, Outbox, Taken
+from manyhands.links.room import Frame, Port, Room
 from manyhands.links.stream import Stream
-from manyhands.wire.frames import FrameReader, encode_prefix
+from manyhands.wire.frames import Buffer, FrameReader, encode_prefix
 
 ACK_BYTES = 2 << 20  # say what has arrived at least this often
+_PUSHED = 8  # frames a reader writes before it reads on: others may go on adding to them
 _LAST_WORD_S = 1.0  # for telling a peer why it is out before its connection is closed
 log = logging.getLogger(__name__)
 
@@ -118,31 +119,38 @@ class Session:
                 frame.loan = loan = self._memory.lend(prefix.payload_bytes)
                 frame.payload = loan.view
                 reader.payload_into([frame.payload])
-            if not self._take(stream, frame):
+            ports = self._take(stream, frame)
+            # On this thread, as far as the network takes it: the bytes are in this core's cache,
+            # and waking another thread costs more than writing them.
+            for port in ports:
+                port.push()
+            if self._stream is not stream or isinstance(frame.header, Bye):
                 return
+            del frame, ports  # let the memory go while waiting for the next one
 
-    def _take(self, stream: Stream, frame: Frame) -> bool:
-        """Count and route a whole frame; False if this connection has been replaced."""
+    def _take(self, stream: Stream, frame: Frame) -> Sequence[Port]:
+        """Count and route a whole frame; returns who has something to send now."""
         with self._lock:
             if self._stream is not stream:
-                return False
+                return ()  # this connection has been replaced
             header = frame.header
             if isinstance(header, Beat):
                 self.outbox.acked(header.received)
                 self.outbox.consumed(header.consumed)
-                self.outbox.put_now(BeatBack(header.n, self._num_received))
-                return True
+                self.outbox.put_now(BeatBack(header.n, self._num_received), wake=False)
+                return (self,)
             if isinstance(header, Credit) and header.sender != self.peer.incarnation:
                 raise Malformed("a credit in another peer's name")
             self._num_received += 1
-            self.room.post(self.peer, frame)
+            ports = self.room.post(self.peer, frame)
             self._unsaid_bytes += frame.num_bytes
             now = time.monotonic()
             # By time too: on a slow link data leaves no room for beats, and renews the lease.
             if self._unsaid_bytes >= ACK_BYTES or now - self._said_s > self.room.terms.beat_s:
                 self._unsaid_bytes, self._said_s = 0, now
-                self.outbox.put_now(BeatBack(0, self._num_received))
-        return not isinstance(header, Bye)
+                self.outbox.put_now(BeatBack(0, self._num_received), wake=False)
+                return (*ports, self)
+            return ports
 
     def _check_data(self, data: Data, payload_bytes: int) -> None:
         if data.sender != self.peer.incarnation:
@@ -158,13 +166,11 @@ class Session:
     def write(self) -> None:
         """Send what is in the outbox until the session ends."""
         while (taken := self.outbox.take()) is not None:
-            frame, stream = taken
-            payload = [] if frame.payload is None else [frame.payload]
             try:
-                stream.send([frame.encode(), *payload], timeout_s=self.room.terms.lease_s)
+                taken.via.send(_buffers(taken), timeout_s=self.room.terms.lease_s)
             except (LinkBroken, LinkTimeout):
-                stream.close()  # its reader ends, and the peer may come back
-            del frame, payload, taken  # let the memory go while waiting for the next one
+                taken.via.close()  # its reader ends, and the peer may come back
+            del taken  # let the memory go while waiting for the next one
         self._written.set()
         self._forget(self)
         with self._lock:
@@ -184,9 +190,26 @@ class Session:
         """How many Gaps the peer has been sent."""
         return self.outbox.num_gaps
 
-    def put(self, frame: Frame, *, droppable: bool = False) -> None:
+    def put(self, frame: Frame, *, droppable: bool = False, pushed: bool = False) -> None:
         """Queue a frame for the peer."""
-        self.outbox.put(frame, droppable=droppable)
+        self.outbox.put(frame, droppable=droppable, wake=not pushed)
+
+    def push(self) -> None:
+        """Write what the network takes at once; `write` does the rest."""
+        for _ in range(_PUSHED):
+            taken = self.outbox.take_now()
+            if taken is None:
+                return
+            try:
+                rest = taken.via.send_some(_buffers(taken))
+            except LinkBroken:
+                taken.via.close()
+                rest = ()
+            if rest:
+                self.outbox.leave(taken, rest)
+                return
+            self.outbox.sent()
+        self.outbox.wake()
 
     def dismiss(self, reason: str) -> None:
         """Say so, then end."""
@@ -199,3 +222,10 @@ class Session:
         stream = self._stream
         if stream is not None:
             stream.close()
+
+
+def _buffers(taken: Taken[Stream]) -> Sequence[Buffer]:
+    if taken.rest is not None:
+        return taken.rest
+    frame = taken.frame
+    return [frame.encode()] if frame.payload is None else [frame.encode(), frame.payload]

@@ -95,6 +95,20 @@ class Stream:
         with self._write_lock:
             self._send(buffers, timeout_s)
 
+    def send_some(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Write what the network takes at once; returns the rest, to be sent before anything else.
+
+        All of it for TLS: encrypting is work for a thread that has nothing else to do.
+        """
+        if self._tls is not None:
+            return buffers
+        with self._write_lock:
+            if self._closed:
+                raise LinkBroken("the connection was closed")
+            left = _views(buffers)
+            self._write(left)
+            return left
+
     def send_now(self, buffers: Sequence[Buffer], *, wait_s: float = 0.0) -> bool:
         """Write a few bytes if the network takes them now; False if it does not, or if others
         keep on writing for `wait_s`."""
@@ -131,14 +145,18 @@ class Stream:
                 self._limit_unsent(_UNSENT_FAST if fast else _UNSENT_SLOW)
 
     def _send_all(self, buffers: Sequence[Buffer], timeout_s: float | None) -> None:
-        left = deque(view for view in map(_bytes_view, buffers) if len(view))
+        left = _views(buffers)
+        while not self._write(left):
+            self._wait_writable(timeout_s)
+
+    def _write(self, left: deque[memoryview]) -> bool:
+        """What the network takes at once goes from `left`; whether that was all."""
         while left:
             try:
                 gathered = [left[i] for i in range(min(len(left), _MAX_GATHER))]
                 sent = self._sock.sendmsg(gathered, [], socket.MSG_DONTWAIT)
             except BlockingIOError:
-                self._wait_writable(timeout_s)
-                continue
+                return False
             except (OSError, ValueError) as error:
                 raise LinkBroken(f"the connection is gone: {error}") from None
             self.bytes_sent += sent
@@ -148,6 +166,7 @@ class Stream:
                 else:
                     left[0] = left[0][sent:]
                     sent = 0
+        return True
 
     def _send_tls(self, buffers: Sequence[Buffer], timeout_s: float | None) -> None:
         assert self._tls is not None
@@ -200,6 +219,10 @@ class Stream:
         # A writer may be inside: it sees the end at once, and must not find a stranger's socket.
         with self._write_lock, contextlib.suppress(OSError):
             self._sock.close()
+
+
+def _views(buffers: Sequence[Buffer]) -> deque[memoryview]:
+    return deque(view for view in map(_bytes_view, buffers) if len(view))
 
 
 def _bytes_view(buffer: Buffer) -> memoryview:
