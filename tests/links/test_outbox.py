@@ -184,3 +184,82 @@ def _blocks(budget: Budget) -> bool:
     asked: list[bool] = []
     budget.wait(lambda: asked.append(True) or True)
     return bool(asked)
+
+
+# -- sending without waiting -----------------------------------------------------------------------
+
+
+def test_there_is_one_sender_at_a_time(outbox):
+    outbox.put(data(1), wake=False)
+    outbox.put(data(2), wake=False)
+    pushed = outbox.take_now()
+    assert pushed.frame.header.seq == 1
+    assert outbox.take_now() is None
+    got: list = []
+    thread = threading.Thread(target=lambda: got.append(outbox.take()))
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive(), "two frames would be written into each other"
+    outbox.sent()
+    outbox.wake()
+    thread.join(5)
+    assert got[0].frame.header.seq == 2
+    assert outbox.take_now() is None, "it is being written"
+    outbox.put(data(3))
+    assert outbox.take_now() is None
+    assert taken(outbox, 1) == [3]  # who takes again has sent the one before
+
+
+def test_the_rest_of_a_frame_goes_before_anything_else(outbox):
+    outbox.put(data(1))
+    pushed = outbox.take_now()
+    outbox.put_now(BeatBack(1))
+    outbox.leave(pushed, [b"rest"])
+    assert outbox.take_now() is None
+    assert outbox.take() == (pushed.frame, "first", [b"rest"])
+    assert taken(outbox, 1) == ["BeatBack"]
+
+
+def test_a_rest_is_not_sent_by_another_connection(outbox):
+    outbox.put(data(1))
+    late = outbox.take_now()
+    assert outbox.resume("second", 0)
+    outbox.leave(late, [b"rest"])
+    pushed = outbox.take_now()
+    assert pushed == (late.frame, "second", None)  # the whole frame, again
+    outbox.leave(pushed, [b"rest"])
+    assert outbox.pause("second")
+    assert outbox.resume("third", 0)
+    assert outbox.take() == (late.frame, "third", None)
+
+
+def test_the_last_word_does_not_cut_a_frame_in_two(outbox):
+    outbox.put(data(1))
+    pushed = outbox.take_now()
+    outbox.end(Dismissal("why"))
+    got: list = []
+    thread = threading.Thread(target=lambda: got.append(outbox.take()))
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    outbox.leave(pushed, [b"rest"])
+    thread.join(5)
+    assert got[0].rest == [b"rest"]
+    assert taken(outbox, 1) == ["Dismissal"]
+    assert outbox.take() is None
+
+
+def test_the_end_waits_for_who_is_sending():
+    outbox: Outbox[str] = Outbox(100)
+    outbox.resume("first", 0)
+    outbox.put(data(1))
+    outbox.take_now()
+    outbox.end()
+    got: list = []
+    thread = threading.Thread(target=lambda: got.append(outbox.take()))
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    outbox.sent()
+    thread.join(5)
+    assert got == [None]

@@ -206,6 +206,28 @@ def test_a_beat_goes_when_the_network_takes_it(pair):
     assert time.monotonic() - far.heard_s < 5
 
 
+def test_what_the_network_does_not_take_at_once_is_given_back(pair):
+    near, far = pair
+    head, body = os.urandom(300), os.urandom(32 << 20)
+    rest = near.send_some([head, body])
+    left = sum(len(buffer) for buffer in rest)
+    assert 0 < left <= len(head) + len(body)
+    _, got = together(lambda: near.send(rest), lambda: receive(far, len(head) + len(body)))
+    assert got == head + body
+    near.close()
+    if near._tls is None:
+        with pytest.raises(LinkBroken):
+            near.send_some([b"more"])
+
+
+def test_a_little_is_taken_at_once():
+    near, far = (Stream(sock) for sock in tcp_pair())
+    assert not near.send_some([b"a", b"", b"bc"])
+    assert receive(far, 3) == b"abc"
+    near.detach()
+    far.detach()
+
+
 def test_the_descriptor_is_given_back_only_when_no_writer_is_inside(pair):
     near, _ = pair
     number = near._sock.fileno()
