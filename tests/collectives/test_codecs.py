@@ -6,6 +6,7 @@ import hashlib
 import math
 import struct
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manyhands.collectives import codecs
-from manyhands.collectives.codecs import BLOCK, Codec, Feedback, accumulator_of, codec_for
+from manyhands.collectives.codecs import BLOCK, Codec, accumulator_of, codec_for
+from manyhands.collectives.feedback import Feedback
 from manyhands.core.errors import Malformed, UsageError
 from manyhands.wire.tensors import DTYPES
 
@@ -628,7 +630,22 @@ def test_a_gpu_makes_the_same_bytes(name, dtype):
 # -- feedback ---------------------------------------------------------------------------------
 
 
-def feedback_wire(feedback: Feedback, k: int, values: Tensor) -> Tensor:
+class Owing(Feedback):
+    """Remembers what was encoded, as a bank does."""
+
+    def __init__(self, name: str, parts: Sequence[tuple[int, torch.dtype]]) -> None:
+        super().__init__(name, parts)
+        self._given: dict[int, Tensor] = {}
+
+    def encode(self, k: int, values: Tensor, wire: Tensor) -> None:
+        super().encode(k, values, wire)
+        self._given[k] = values.clone()
+
+    def commit(self) -> None:
+        super().commit(self._given.__getitem__)
+
+
+def feedback_wire(feedback: Owing, k: int, values: Tensor) -> Tensor:
     wire = wire_for(feedback._codecs[k], values.numel(), values.dtype)
     feedback.encode(k, values, wire)
     return wire
@@ -638,7 +655,7 @@ def drift(name: str, rounds: int, *, feed: bool) -> float:
     """How far the sum of what arrives is from the sum of what was given, in errors of one round."""
     generator = torch.Generator().manual_seed(5)
     steady = torch.randn(600, generator=generator)
-    codec, feedback = codecs.find_codec(name), Feedback(name, [(600, torch.float32)])
+    codec, feedback = codecs.find_codec(name), Owing(name, [(600, torch.float32)])
     given_sum, came_sum = torch.zeros(600, dtype=torch.float64), torch.zeros(600).double()
     worst = 0.0
     for _ in range(rounds):
@@ -661,7 +678,7 @@ def test_what_was_left_out_arrives_later(name):
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_the_residual_is_exactly_what_did_not_arrive(name):
-    feedback, values = Feedback(name, [(600, torch.float32)]), torch.randn(600)
+    feedback, values = Owing(name, [(600, torch.float32)]), torch.randn(600)
     for _ in range(3):
         sent = feedback.compensate(0, values)
         came = decoded(codecs.find_codec(name), feedback_wire(feedback, 0, values), 600)
@@ -673,7 +690,7 @@ def test_the_residual_is_exactly_what_did_not_arrive(name):
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_encoding_an_attempt_twice_gives_the_same_bytes(name):
-    feedback, values = Feedback(name, [(600, torch.float32)]), torch.randn(600)
+    feedback, values = Owing(name, [(600, torch.float32)]), torch.randn(600)
     first = feedback_wire(feedback, 0, values)
     assert torch.equal(feedback_wire(feedback, 0, values), first)
     feedback.commit()
@@ -685,7 +702,7 @@ def test_encoding_an_attempt_twice_gives_the_same_bytes(name):
 @pytest.mark.parametrize("name", LOSSY)
 def test_an_abandoned_attempt_has_not_happened(name):
     parts = [(600, torch.float32), (300, torch.float64)]
-    feedback, twin = Feedback(name, parts), Feedback(name, parts)
+    feedback, twin = Owing(name, parts), Owing(name, parts)
     first, second = torch.randn(600), torch.randn(300, dtype=torch.float64)
     for each in (feedback, twin):
         feedback_wire(each, 0, first)
@@ -703,7 +720,7 @@ def test_an_abandoned_attempt_has_not_happened(name):
 
 
 def test_another_try_replaces_what_is_pending():
-    feedback, twin = (Feedback("int8", [(600, torch.float32)]) for _ in range(2))
+    feedback, twin = (Owing("int8", [(600, torch.float32)]) for _ in range(2))
     feedback_wire(feedback, 0, torch.randn(600))
     again = torch.randn(600)
     feedback_wire(feedback, 0, again)
@@ -714,7 +731,7 @@ def test_another_try_replaces_what_is_pending():
 
 
 def test_a_part_that_is_absent_keeps_its_residual():
-    feedback = Feedback("int8", [(600, torch.float32)] * 2)
+    feedback = Owing("int8", [(600, torch.float32)] * 2)
     for k in range(2):
         feedback_wire(feedback, k, torch.randn(600))
     feedback.commit()
@@ -727,7 +744,7 @@ def test_a_part_that_is_absent_keeps_its_residual():
 
 
 def test_an_encoding_that_fails_leaves_nothing_pending():
-    feedback, values = Feedback("int8", [(600, torch.float32)]), torch.randn(600)
+    feedback, values = Owing("int8", [(600, torch.float32)]), torch.randn(600)
     feedback_wire(feedback, 0, values)
     with pytest.raises(UsageError):
         feedback.encode(0, values * 2, torch.empty(5, dtype=torch.uint8))
@@ -741,7 +758,7 @@ def test_an_encoding_that_fails_leaves_nothing_pending():
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("first", [True, False])
 def test_what_is_not_finite_leaves_the_residual_as_it_was(name, bad, first):
-    feedback, codec = Feedback(name, [(600, torch.float32)]), codecs.find_codec(name)
+    feedback, codec = Owing(name, [(600, torch.float32)]), codecs.find_codec(name)
     before = torch.zeros(600)
     if not first:
         feedback_wire(feedback, 0, torch.randn(600))
@@ -761,7 +778,7 @@ def test_what_is_not_finite_leaves_the_residual_as_it_was(name, bad, first):
 
 
 def test_what_saturation_cut_off_does_not_pile_up():
-    feedback = Feedback("fp16", [(3, torch.float32)])
+    feedback = Owing("fp16", [(3, torch.float32)])
     values = torch.tensor([1e6, -66000.0, 1.0001])
     for _ in range(5):
         feedback_wire(feedback, 0, values)
@@ -774,7 +791,7 @@ def test_what_saturation_cut_off_does_not_pile_up():
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_residual_does_not_make_a_finite_value_infinite(name):
-    feedback, codec = Feedback(name, [(300, torch.float32)]), codecs.find_codec(name)
+    feedback, codec = Owing(name, [(300, torch.float32)]), codecs.find_codec(name)
     large = torch.full((300,), FLOAT_MAX)
     large[::2] = float.fromhex("0x1.fd7ffep+127")  # both codecs round it down by nearly half a unit
     feedback_wire(feedback, 0, large)
@@ -789,7 +806,7 @@ def test_a_residual_does_not_make_a_finite_value_infinite(name):
 def test_parts_that_need_no_feedback_cost_no_memory():
     raw = [(1000, torch.float32), (1000, torch.int64), (1000, torch.bfloat16)]
     for name, parts in (("fp32", raw), ("bf16", raw[1:])):
-        feedback = Feedback(name, parts)
+        feedback = Owing(name, parts)
         for k, (numel, dtype) in enumerate(parts):
             values = noise(dtype, numel)
             assert feedback.compensate(k, values) is values
@@ -799,26 +816,27 @@ def test_parts_that_need_no_feedback_cost_no_memory():
         assert feedback.state_dict() == {}
 
 
-def test_memory_is_two_accumulators_and_no_more():
-    feedback = Feedback("int8", [(1000, torch.float32), (1000, torch.bfloat16), (9, torch.float32)])
+def test_memory_is_an_accumulator_and_what_was_sent():
+    feedback = Owing("int8", [(1000, torch.float32), (1000, torch.bfloat16), (9, torch.float32)])
     assert feedback.num_bytes == 0
     values = [torch.randn(1000), torch.randn(1000).bfloat16()]
+    accumulator, sent, room = 4000, 1000 + 4 * 4, 4000
     for _ in range(3):
         for _ in range(2):
             for k in range(2):
                 feedback_wire(feedback, k, values[k])
-                assert feedback.num_bytes <= 2 * 2 * 4000
+                assert feedback.num_bytes <= 2 * (accumulator + sent) + room
             feedback.abandon()
         for k in range(2):
             feedback_wire(feedback, k, values[k])
-            assert feedback.num_bytes <= 2 * 2 * 4000
+            assert feedback.num_bytes <= 2 * (accumulator + sent) + room
         feedback.commit()
-    assert feedback.num_bytes == 2 * 2 * 4000
+    assert feedback.num_bytes == 2 * (accumulator + sent) + room
 
 
 def test_residuals_survive_a_checkpoint():
     parts = [(600, torch.float32), (5, torch.int64), (300, torch.bfloat16)]
-    feedback, twin = Feedback("int8", parts), Feedback("int8", parts)
+    feedback, twin = Owing("int8", parts), Owing("int8", parts)
     values = {0: torch.randn(600), 2: torch.randn(300).bfloat16()}
     for k in values:
         feedback_wire(feedback, k, values[k])
@@ -857,7 +875,7 @@ def test_residuals_survive_a_checkpoint():
     ],
 )
 def test_a_state_of_other_parts_is_refused_and_changes_nothing(state):
-    feedback = Feedback("int8", [(600, torch.float32), (5, torch.int64)])
+    feedback = Owing("int8", [(600, torch.float32), (5, torch.int64)])
     feedback_wire(feedback, 0, torch.randn(600))
     feedback.commit()
     before = feedback.state_dict()["0"]
@@ -868,7 +886,7 @@ def test_a_state_of_other_parts_is_refused_and_changes_nothing(state):
 
 def test_threads_feed_back_different_parts_at_once():
     parts = [(20_000 + k, torch.float32) for k in range(4)]
-    feedback, twin = Feedback("int8", parts), Feedback("int8", parts)
+    feedback, twin = Owing("int8", parts), Owing("int8", parts)
     values = [torch.randn(numel) for numel, _ in parts]
     wires: dict[int, list[Tensor]] = {k: [] for k in range(4)}
     rounds = threading.Barrier(2, action=feedback.commit)

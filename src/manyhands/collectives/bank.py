@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from manyhands.collectives.codecs import Codec, Feedback, codec_for
+from manyhands.collectives.codecs import Codec, codec_for
+from manyhands.collectives.feedback import Feedback
 from manyhands.collectives.layout import Layout
 from manyhands.collectives.pool import Pool
 from manyhands.wire.tensors import bytes_of
@@ -111,7 +112,7 @@ class Bank:
     def committed(self) -> None:
         """The round counts, and with it what the codec has left out."""
         if self.feedback is not None:
-            self.feedback.commit()
+            self.feedback.commit(self.values)
         self.clear()
 
 

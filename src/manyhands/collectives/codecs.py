@@ -1,4 +1,4 @@
-"""Codecs: how the values of one part travel, and what a sender keeps of what did not.
+"""Codecs: how the values of one part travel.
 
     part (own dtype) ──encode──▶ wire (bytes) ──add─────▶ total (accumulator)     at the owner
     total            ──encode──▶ wire         ──decode──▶ part                    at everyone
@@ -35,7 +35,7 @@ from manyhands.core.errors import UsageError
 from manyhands.wire.tensors import verify_received
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
 # Values of one int8 scale. Measured at 1 MiB on one thread: finding the largest of each block
 # takes 55, 41, 36, 34 and 32 us for blocks of 64, 128, 256, 512 and 1024, nothing else changes.
@@ -314,127 +314,6 @@ _CODECS: Final[Mapping[str, Codec]] = {
 _LOSSY_BYTES: Final[Mapping[str, int]] = {"fp16": 2, "bf16": 2, "int8": 1}
 
 
-class Feedback:
-    """What a sender's codec left out of its parts, to be sent with the next contribution.
-
-    Part k sends values + residual; what the wire does not carry of that becomes the residual,
-    once the round has committed. So over many rounds all of the values arrive, late by the error
-    of one encoding.
-
-        encode(k) ... encode(k') ──▶ commit()   their residuals become the new ones
-                                └──▶ abandon()  nothing has happened
-
-    `encode` writes pending residuals only, so doing it again for the same attempt gives the same
-    bytes, and for another attempt replaces them. A part that is not encoded (absent, of weight 0)
-    keeps its residual.
-
-    Where the wire cannot tell how much of a value arrived (it or its int8 block is not finite),
-    and where a value saturated, the residual stays as it was: nothing of it is lost to an inf,
-    and what clipping cut off does not pile up.
-
-    Memory: two accumulators (current and pending) for each part that was encoded, none for parts
-    whose codec is raw. Threads may encode different parts at once; the other methods need
-    that no encoding is under way.
-    """
-
-    def __init__(self, name: str, parts: Sequence[tuple[int, torch.dtype]]) -> None:
-        """For `parts` given by their number of values and dtype. Raises like `find_codec`."""
-        self._parts = tuple(parts)
-        self._codecs = tuple(codec_for(name, dtype) for _, dtype in parts)
-        self._current: dict[int, Tensor] = {}
-        self._pending: dict[int, Tensor] = {}
-        self._spare: dict[int, Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory held now."""
-        held = (*self._current.values(), *self._pending.values(), *self._spare.values())
-        return sum(tensor.nbytes for tensor in held)
-
-    @torch.no_grad()
-    def compensate(self, k: int, values: Tensor) -> Tensor:
-        """`values` + residual of part k, as `encode` sends it; `values` itself for a raw part."""
-        if self._codecs[k].raw:
-            return values
-        return self._compensate(k, values, self._new(k, values))
-
-    @torch.no_grad()
-    def encode(self, k: int, values: Tensor, wire: Tensor) -> None:
-        """Write `values` + residual of part k to `wire`; what is left out is pending."""
-        codec = self._codecs[k]
-        if codec.raw:
-            codec.encode(values, wire)
-            return
-        # Out of the way before anything can fail: never commit half of a residual.
-        rest = self._pending.pop(k, None)
-        if rest is None:
-            rest = self._spare.pop(k, None)
-        if rest is None:
-            rest = self._new(k, values)
-        self._compensate(k, values, rest)
-        codec.encode(rest, wire)
-        codec.add(wire, rest, sign=-1)
-        if not _within(rest, codec.max_error):
-            before = self._current.get(k)
-            kept = torch.zeros_like(rest) if before is None else before
-            rest.copy_(torch.where(rest.abs() <= codec.max_error, rest, kept))
-        self._pending[k] = rest
-
-    def commit(self) -> None:
-        """The attempt counts: what was left out of it is sent with the next."""
-        for k, rest in self._pending.items():
-            if (before := self._current.get(k)) is not None:
-                self._spare[k] = before
-            self._current[k] = rest
-        self._pending.clear()
-
-    def abandon(self) -> None:
-        """The attempt does not count: forget what was left out of it."""
-        self._spare.update(self._pending)
-        self._pending.clear()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the residuals, pending ones not counted, by part."""
-        return {str(k): self._current[k].clone() for k in sorted(self._current)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all residuals by copies of those in `state`; parts not in it have none.
-
-        Pending ones are abandoned. Raises UsageError, before anything is changed, when `state`
-        is not of these parts.
-        """
-        known = {str(k): k for k, codec in enumerate(self._codecs) if not codec.raw}
-        for key, tensor in state.items():
-            if key not in known:
-                raise UsageError(f"a residual of part {key!r}, which has none here")
-            numel, dtype = self._parts[known[key]]
-            if tensor.shape != (numel,) or tensor.dtype is not accumulator_of(dtype):
-                raise UsageError(
-                    f"part {key}: a residual of {tuple(tensor.shape)} {tensor.dtype}, not of "
-                    f"({numel},) {accumulator_of(dtype)}",
-                    hint="load the state of a run with the same parts",
-                )
-        self.abandon()
-        self._spare.clear()
-        self._current = {known[key]: tensor.detach().clone() for key, tensor in state.items()}
-
-    def _new(self, k: int, values: Tensor) -> Tensor:
-        dtype = accumulator_of(self._parts[k][1])
-        return torch.empty(self._parts[k][0], dtype=dtype, device=values.device)
-
-    def _compensate(self, k: int, values: Tensor, out: Tensor) -> Tensor:
-        if values.shape != out.shape:
-            raise UsageError(f"{tuple(values.shape)} values for part {k} of {out.numel()}")
-        before = self._current.get(k)
-        if before is None:
-            return out.copy_(values)
-        torch.add(values, before, out=out)
-        # A residual must not push a finite value over the edge of its dtype.
-        if not math.isfinite(float(out.sum())):
-            out.copy_(torch.where(out.isfinite(), out, values))
-        return out
-
-
 def _check(wire: Tensor, values: Tensor, num_bytes: int) -> None:
     if values.dim() != 1 or not values.is_contiguous():
         raise UsageError(f"a part is 1-D and contiguous, not {tuple(values.shape)}")
@@ -458,7 +337,7 @@ def _plain(values: Tensor) -> Tensor:
     return values if stand_in is None else values.view(stand_in)
 
 
-def _within(values: Tensor, limit: float) -> bool:
+def within(values: Tensor, limit: float) -> bool:
     """Whether no value is NaN or of a magnitude above `limit`."""
     if not values.numel():
         return True
@@ -474,7 +353,7 @@ def _round(values: Tensor, narrow: Tensor) -> None:
     if narrow.dtype in _HALVES and math.isfinite(float(narrow.sum())):
         return
     limit = torch.finfo(narrow.dtype).max
-    if _within(values, limit):
+    if within(values, limit):
         return
     narrow.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
     if narrow.dtype in _HALVES:  # vectorised casts and others make different NaNs
