@@ -1,6 +1,6 @@
 """How long an average of tensors takes, next to gloo and hivemind on the same machine.
 
-    python benchmarks/allreduce.py --link hub,hub+tls,amqp,gloo,hivemind --peers 2,4 \\
+    python benchmarks/allreduce.py --link hub,hub+tls,amqp,gloo,bare,hivemind --peers 2,4 \\
         --mbytes 8,72 --wire fp32,bf16,int8 --json FILE
 
 Every peer is a process, the meeting point is one too. The processes of one size have all links open
@@ -9,7 +9,8 @@ meets them alike. Each round averages fresh numbers, begins with a barrier over 
 long as its slowest peer took. `engine`: `team` is what the torch backend does (fixed roster, in
 place), `rounds` the elastic engine (any roster; a result of its own, kept until it is stable).
 `cpu_s` is of all peers and the meeting point. `extra_peak_bytes`: what a peer's memory grew by
-while it averaged. hivemind runs if it is installed (extra `bench`).
+while it averaged. `bare` is the least that any relay does (bare_relay.py): what is above it is what
+windows, leases, resuming and checks cost. hivemind runs if it is installed (extra `bench`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from bare_relay import BarePeer
 from harness import (
     Worker,
+    bare_relay_process,
     cpu_of,
     forget_peaks,
     hub_process,
@@ -38,7 +41,7 @@ from harness import (
     quantile,
 )
 
-WARM_UP = 2
+WARM_UP = 3
 CHECKED = 2  # rounds of each turn whose result is compared with the true mean
 
 
@@ -183,6 +186,8 @@ def open_peer(words: dict, groups: dict, rank: int, size: int, numel: int):
 
     if words["engine"] == "gloo":
         return GlooPeer(numel)
+    if words["engine"] == "bare":
+        return BarePeer(int(words["url"]), rank, size, numel)
     url, run = words["url"], words["run"]
     if words["engine"] == "rounds":
         opened = RoundsPeer(url, run, size, words["wire"], numel)
@@ -244,7 +249,7 @@ def take_turn(one, rounds: int, rank: int, size: int, numel: int) -> dict:
 def variants(links: list[str], wires: list[str], engines: list[str]) -> list[dict]:
     out = []
     for link in links:
-        if link in ("gloo", "hivemind"):
+        if link in ("gloo", "bare", "hivemind"):
             out.append({"link": link, "engine": link, "wire": "fp32"})
             continue
         for engine in engines:
@@ -256,7 +261,7 @@ def variants(links: list[str], wires: list[str], engines: list[str]) -> list[dic
 
 
 def rounds_for(mbytes: int, quick: bool) -> int:
-    return 3 if quick else max(4, min(10, 160 // mbytes))
+    return 3 if quick else max(5, min(16, 320 // mbytes))
 
 
 def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting: dict) -> list:
@@ -267,6 +272,9 @@ def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting:
         workers = [Worker(__file__, "--peer", rank, size, numel, port) for rank in range(size)]
         for worker in workers:
             stack.callback(worker.close)
+        if any(v["link"] == "bare" for v in plan):
+            urls["bare"], pid = stack.enter_context(bare_relay_process(size))
+            meeting["bare"] = [pid]
         others = None
         if any(v["link"] == "hivemind" for v in plan):
             script = str(Path(__file__).with_name("hivemind_peer.py"))
@@ -348,7 +356,7 @@ def free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", default="gloo,hub,hub+tls,amqp,hivemind")
+    parser.add_argument("--link", default="gloo,bare,hub,hub+tls,amqp,hivemind")
     parser.add_argument("--peers", default="2,4")
     parser.add_argument("--mbytes", default="8,72")
     parser.add_argument("--wire", default="fp32,bf16,int8")

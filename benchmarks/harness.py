@@ -88,6 +88,19 @@ def hub_process(*, tls: bool):
             process.stdout.close()
 
 
+@contextlib.contextmanager
+def bare_relay_process(size: int):
+    """A relay for one run of `size` peers; yields its port and process id."""
+    script = str(Path(__file__).with_name("bare_relay.py"))
+    process = subprocess.Popen([sys.executable, script, str(size)], stdout=subprocess.PIPE)
+    try:
+        yield process.stdout.readline().decode().strip(), process.pid
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
 class Worker:
     """A process of a benchmark: one JSON object a line in, one a line out."""
 

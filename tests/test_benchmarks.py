@@ -54,10 +54,10 @@ def test_links(tmp_path: Path) -> None:
 
 
 def test_allreduce(tmp_path: Path) -> None:
-    options = ["--link", "gloo,hub,amqp", "--peers", "2", "--mbytes", "1", "--turns", "1"]
+    options = ["--link", "gloo,bare,hub,amqp", "--peers", "2", "--mbytes", "1", "--turns", "1"]
     rows = rows_of(tmp_path, "allreduce", *options, "--wire", "fp32,int8", keys=AVERAGING)
     told = {(row["link"], row["engine"], row["wire"]) for row in rows}
-    assert told == {("gloo", "gloo", "fp32")} | {
+    assert told == {("gloo", "gloo", "fp32"), ("bare", "bare", "fp32")} | {
         (link, engine, wire)
         for link in ("hub", "amqp")
         for engine in ("team", "rounds")

@@ -20,7 +20,7 @@ from manyhands.wire.tensors import spec_of
 
 _ALIGN = 64  # elements: parts begin where vector units like it
 _SMALL_BYTES = 64 << 10  # no part is cut smaller than this only to have more of them
-_MIN_PARTS = 16  # for tensors that are large enough: that many peers can share the adding
+_MIN_PARTS = 8  # for tensors that are large enough: that many peers share the adding evenly
 
 
 class Slice(NamedTuple):
