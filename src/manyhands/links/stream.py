@@ -86,6 +86,21 @@ class Stream:
             if self._closed:
                 return 0
 
+    def recv_both_into(self, first: memoryview, second: memoryview) -> int:
+        """As `recv_into`, and what comes after `first` into `second`: small, and sure to come."""
+        if self._tls is not None:
+            return self.recv_into(first)
+        while not self._closed:
+            try:
+                got = self._sock.recvmsg_into((first, second), 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                continue  # _READ_S without a byte
+            except (OSError, ValueError):
+                return 0
+            self.heard_s = time.monotonic()
+            return got
+        return 0
+
     def send(self, buffers: Sequence[Buffer], *, timeout_s: float | None = None) -> None:
         """Write all of `buffers`, in order, with no other writer's bytes between them.
 

@@ -405,10 +405,12 @@ class AmqpChannel:
                 if not in_frame:
                     in_frame = self._body_frame(left)
                 size = min(in_frame, len(view))
-                self._read_into(view[:size])
-                view = view[size:]
                 in_frame -= size
                 left -= size
+                # The frame's end, and the head of the next one, come with the values.
+                after = 0 if in_frame else 1 + (frames.HEAD_BYTES if left else 0)
+                self._read_into(view[:size], after)
+                view = view[size:]
                 if not in_frame:
                     self._frame_end()
 
@@ -462,12 +464,17 @@ class AmqpChannel:
             raise Malformed("a frame without its end mark")
         self._at += 1
 
-    def _read_into(self, view: memoryview) -> None:
+    def _read_into(self, view: memoryview, after: int) -> None:
+        """Fill `view`, and read at least some of the `after` bytes that follow it ahead."""
         ahead = min(self._filled - self._at, len(view))
         view[:ahead] = self._buffer[self._at : self._at + ahead]
         self._at += ahead
         while ahead < len(view):
-            ahead += self._receive(view[ahead:])
+            self._at = self._filled = 0  # nothing is left there
+            left = len(view) - ahead
+            got = self._receive(view[ahead:], self._buffer[:after])
+            ahead += min(got, left)
+            self._filled = max(0, got - left)
 
     def _fill(self, size: int) -> None:
         """Have at least `size` bytes read ahead; `size` is at most a frame."""
@@ -483,8 +490,8 @@ class AmqpChannel:
         self._filled += got
         return got
 
-    def _receive(self, target: memoryview) -> int:
-        got = self._stream.recv_into(target)
+    def _receive(self, target: memoryview, then: memoryview | None = None) -> int:
+        got = self._stream.recv_both_into(target, then) if then else self._stream.recv_into(target)
         if not got:
             raise LinkBroken(f"{self._place} closed the connection without a word")
         self.last_heard = time.monotonic()
