@@ -20,6 +20,7 @@ LINKS = {
 }
 AVERAGES = {
     ("gloo", "gloo", "fp32"): "gloo: peer to peer, no relay",
+    ("bare", "bare", "fp32"): "a bare relay, for comparison: the least that any does",
     ("hub", "team", "fp32"): "hub without TLS",
     ("hub", "team", "bf16"): "hub without TLS, bf16 on the wire",
     ("hub", "team", "int8"): "hub without TLS, int8 on the wire",

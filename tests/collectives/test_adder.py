@@ -175,6 +175,57 @@ class TestRefused:
         assert head.squared_norm == 0
         assert mean.tolist() == [1e250] * 300
 
+    @pytest.mark.parametrize(
+        ("dtype", "wire"),
+        [
+            *((torch.float32, wire) for wire in ("fp32", "bf16", "int8")),
+            (torch.float64, "fp32"),  # other codecs carry no more than fp32 does: they clip
+            (torch.complex64, "fp32"),
+        ],
+        ids=str,
+    )
+    def test_finite_ones_whose_mean_is_not(self, dtype, wire):
+        """Nobody's fault alone: none of them counts, and the attempt without them ends it."""
+        largest = torch.finfo(dtype).max * 0.99
+        owner = Owner(dtype, wire)
+        for peer in (1, ME, 3):
+            values = values_of(dtype, peer)
+            values[77] = largest if peer != 3 else 1.0
+            owner.give(peer, values)
+        owner.give(4, None, 0.0)
+        head, mean = owner.add((1, ME, 3, 4))
+        assert not mean.isfinite().all()
+        assert head.refused == ranges_of(1) | ranges_of(ME) | ranges_of(3)
+        assert head.squared_norm == 0
+        owner = Owner(dtype, wire)
+        for peer in (1, ME, 3, 4):
+            owner.give(peer, None, 0.0)
+        head, mean = owner.add((1, ME, 3, 4))
+        assert head.refused == EMPTY
+        assert mean.isfinite().all()
+
+    def test_a_weight_so_small_that_the_mean_is_not_finite(self):
+        owner = Owner()
+        owner.give(1, torch.ones(300), 1e-40)
+        owner.give(ME, torch.ones(300), 1e-40)
+        head, _ = owner.add((1, ME))
+        assert head.refused == ranges_of(1) | ranges_of(ME)
+
+    def test_one_that_is_not_finite_among_some_that_are_too_large(self):
+        """First those that are at fault for certain; what is left may do, or not."""
+        owner = Owner()
+        for peer, value in ((1, 3e38), (ME, 3e38), (3, math.nan)):
+            owner.give(peer, torch.full((300,), value))
+        assert owner.add((1, ME, 3))[0].refused == ranges_of(3)
+
+    def test_a_mean_that_is_not_finite_where_it_is_to_be_seen(self):
+        owner = Owner(refuse=False)
+        for peer in (1, ME):
+            owner.give(peer, torch.full((300,), 3e38))
+        head, mean = owner.add((1, ME))
+        assert head.refused == EMPTY
+        assert mean.isinf().all()
+
     def test_one_of_the_wrong_size_is_not_added_and_stays_refused(self):
         owner = Owner()
         owner.give(ME, torch.ones(300))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -144,6 +145,8 @@ def test_refused_samples_are_quarantined_and_not_done_again():
     answers = seat.tell(*(e.PartArrived(A.incarnation, p, p.k == 1) for p in parts))
     assert only(i.Retry, answers) == [i.Retry(0, tag, WHOLE)]
     assert i.DropBank(0) in answers
+    assert only(i.DropSums, answers) == [i.DropSums(0, tag)]  # at once, not with the commit
+    assert machine.book.attempts(0) == [m.Tag(tag.cut, 1)]
     assert machine.tag == m.Tag(tag.cut, 1)
     assert not only(i.Compute, answers)
     (commit,) = only(i.Commit, confirm(seat))
@@ -235,11 +238,35 @@ def test_a_lead_waits_for_the_view_that_its_round_was_made_from():
     assert [said.sum.k for said in only(i.AddUp, answers)] == [0]
 
 
+def sum_of(seat, sender, k=0, *, members=(A, B), attempt=0, generation=NO_VIEW):
+    """A result of the round that this seat is at."""
+    machine = seat.machine
+    shares = tuple(m.Share(peer.incarnation) for peer in members)
+    rides = record(machine.chain, generation) if k == 0 else None
+    head = m.Sum(machine.applied, m.Tag(machine.tag.cut, attempt), k, shares, record=rides)
+    return e.SumArrived(sender.incarnation, head, b"digest")
+
+
 def test_a_result_of_another_attempt_is_not_taken():
     _, b = pair()
-    head = m.Sum(1, m.Tag(b.machine.tag.cut, 1), 1, ())
-    event = e.SumArrived(A.incarnation, head, b"")
+    event = sum_of(b, A, attempt=1)
     assert b.tell(event) == [i.Discard(event)]
+
+
+def test_a_member_takes_results_from_their_owners_only():
+    a, b = pair()
+    for seat, wrong in (
+        (a, sum_of(a, B, 0)),  # its own part
+        (b, sum_of(b, A, 1)),
+        (b, sum_of(b, C, 0)),
+        (b, sum_of(b, B, 0, members=(B, A))),  # which makes itself the owner
+        (b, sum_of(b, A, 0, members=(A,))),
+        (b, sum_of(b, A, 0, members=())),
+    ):
+        assert seat.tell(wrong) == [i.Discard(wrong)]
+        assert not seat.machine.book.results(seat.machine._key)
+    assert not only(i.Discard, b.tell(sum_of(b, A, 0)))
+    assert list(b.machine.book.results(b.machine._key)) == [0]
 
 
 def test_a_cut_waits_for_everybody_and_keeps_claims():
@@ -310,7 +337,8 @@ def snapshot(number=0, applied=4):
 
 def result(round_, k=0, *, prev=b"", cut=2, generation=NO_VIEW):
     rides = record(prev, generation) if k == 0 else None
-    head = m.Sum(round_, m.Tag(ViewNumber(1, cut), 0), k, (), record=rides)
+    all_by_a = (m.Share(A.incarnation, WHOLE),)
+    head = m.Sum(round_, m.Tag(ViewNumber(1, cut), 0), k, all_by_a, record=rides)
     return e.SumArrived(A.incarnation, head, b"digest")
 
 
@@ -320,6 +348,20 @@ def test_a_newcomer_is_ready_when_a_record_confirms_its_base():
     assert not only(i.Tell, seat.tell(result(4, 1)))
     assert seat.tell(result(4, prev=b"chain4")) == [i.Tell(Ready())]
     assert not only(i.Commit, seat.said)  # it is not active: it needs evidence
+
+
+def test_whoever_follows_takes_results_from_the_owners_that_they_name():
+    seat = newcomer()
+    seat.tell(snapshot())
+    later = ViewNumber(1, 9)
+    for wrong in (
+        sum_of(seat, B, 0, members=(A, B)),
+        sum_of(seat, A, 1, members=(A, B)),
+        sum_of(seat, A, 0, members=()),
+        replace(result(2, generation=later, cut=9), sender=B.incarnation),  # nor goes back for it
+    ):
+        assert seat.tell(wrong) == [i.Discard(wrong)]
+    assert i.Tell(Ready()) in seat.tell(sum_of(seat, A, 0, members=(A, B)))
 
 
 def test_a_follower_commits_on_the_evidence_of_the_next_record():
@@ -466,6 +508,78 @@ def test_a_run_that_lost_its_state_goes_on_from_a_checkpoint_as_a_new_generation
     assert seat.machine.member
 
 
+SAVED = m.Record(b"", ViewNumber(1, 90), ViewNumber(1, 80), (), closing=True, sync=3)
+
+
+def test_a_new_run_may_start_from_the_last_state_of_another():
+    """Whose views had other numbers, and whose peers had all wanted to leave."""
+    joined, ready, both, second, *_ = views(JOIN_A, READY_A, JOIN_B, READY_B)
+    a, b = Seat(A), Seat(B)
+    for seat in (a, b):
+        seat.tell(e.StateOffered(7, b"saved", SAVED))
+    assert only(i.Compute, a.tell(joined, ready, both)) == [i.Compute(7, WHOLE)]
+    b.tell(both)
+    lone_round(a)
+    (commit,) = only(i.Commit, confirm(a))
+    record = commit.record
+    assert (commit.round, record.generation, record.closing, record.sync) == (7, NO_VIEW, False, 3)
+    # B was there with the same state. It takes over before it could commit the round itself.
+    heads = {head.k: head for head in sent(m.Sum, a.said)}
+    b.tell(*(e.SumArrived(A.incarnation, heads[k], b"digest") for k in range(PARTS)))
+    assert i.Tell(Ready()) in b.said
+    machine = b.machine
+    assert (machine.generation, machine.record.closing) == (NO_VIEW, False)
+    b.machine.book.drop_sums(lambda key: False)  # as if one of them had not come
+    b.tell(second, e.ViewSeen(arbiter.removed(second.view, [A])))
+    answers = b.tell(e.Computed(7, WHOLE), e.LeaseConfirmed(7, machine.tag))
+    assert [commit.round for commit in only(i.Commit, answers)] == [7]
+
+
+def test_a_state_after_some_rounds_comes_with_its_record():
+    with pytest.raises(UsageError, match=r"after 7 rounds.*\n.*Committed.record"):
+        Seat(A).tell(e.StateOffered(7, b"saved"))
+
+
+# -- one form --------------------------------------------------------------------------------
+
+
+def with_form(seat, form):
+    seat.machine.course = replace(seat.machine.course, form=form)
+    return seat
+
+
+def test_a_newcomer_of_another_form_stops_before_it_takes_part():
+    seat = with_form(newcomer(), "three tensors")
+    record = m.Record(b"", ViewNumber(1, 2), NO_VIEW, (), form="two tensors")
+    told, stop = seat.tell(e.RecordSeen(record))
+    assert isinstance(told.word, Resign)
+    assert stop.reason is i.StopReason.MISFIT
+    assert "the run has two tensors" in stop.text
+    assert "this peer has three tensors" in stop.text
+    assert "wire=" in stop.text
+
+
+def test_one_of_the_same_form_goes_on():
+    seat = with_form(newcomer(), "two tensors")
+    record = m.Record(b"", ViewNumber(1, 2), NO_VIEW, (), form="two tensors")
+    assert seat.tell(e.RecordSeen(record)) == []
+
+
+def test_late_words_of_others_do_not_stop_a_member():
+    a, b = pair()
+    record = m.Record(b"", ViewNumber(1, 2), NO_VIEW, (), form="three tensors")
+    for seat in (a, b):
+        assert seat.tell(e.RecordSeen(record)) == []
+
+
+def test_the_record_tells_the_form():
+    seat, _ = founder()
+    with_form(seat, "two tensors")
+    lone_round(seat)
+    (commit,) = only(i.Commit, confirm(seat))
+    assert commit.record.form == "two tensors"
+
+
 def test_what_cannot_be_is_an_error():
     with pytest.raises(UsageError):
         Course(num_parts=0, num_samples=lambda _: 1)
@@ -482,7 +596,9 @@ def test_what_cannot_be_is_an_error():
 
 _TAG, _CUT = m.Tag(ViewNumber(1, 5), 2), ViewNumber(1, 5)
 _SHARES = (m.Share(7, Ranges.of((0, 4))), m.Share(8))
-_RECORD = m.Record(b"c" * 32, _CUT, NO_VIEW, _SHARES, WHOLE, True, (m.Newcomer(9, 1),), (3, 4), 1)
+_RECORD = m.Record(
+    b"c" * 32, _CUT, NO_VIEW, _SHARES, WHOLE, True, (m.Newcomer(9, 1),), (3, 4), 1, "f"
+)
 _SUM = m.Sum(3, _TAG, 0, _SHARES, Ranges.of((1, 2)), _RECORD, 6.0, 2.5, b"notes")
 MESSAGES = [
     m.Part(3, _TAG, 0, WHOLE, 6.0, m.SelfReport(5, (m.Newcomer(9, 1),), b"f", b"s", b"x", b"u")),
@@ -501,6 +617,11 @@ MESSAGES = [
 
 def test_there_is_one_of_every_message():
     assert {type(message) for message in MESSAGES} == set(m.Message.__subclasses__())
+
+
+def test_which_messages_bring_a_record():
+    bring = {type(message) for message in MESSAGES if m.record_of(message) is not None}
+    assert bring == {m.Sum, m.Fill, m.Snapshot}
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)

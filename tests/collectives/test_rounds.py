@@ -13,17 +13,19 @@ import torch
 from manyhands.collectives import events as e
 from manyhands.collectives import instructions as i
 from manyhands.collectives import messages as m
+from manyhands.collectives.layout import Layout
 from manyhands.collectives.mail import Mail
 from manyhands.collectives.outcomes import Committed, Stopped, Task
 from manyhands.collectives.pool import Pool
 from manyhands.collectives.ranges import Ranges
+from manyhands.collectives.results import form_of
 from manyhands.collectives.rounds import Rounds
 from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerState
 from manyhands.links.base import LinkSettings, open_link
 from manyhands.links.hub import Hub
 from manyhands.links.messages import Resign
-from manyhands.wire.tensors import bytes_of
+from manyhands.wire.tensors import DTYPES, bytes_of
 from tests.collectives.rounds_kit import BATCH, PATIENCE_S, STEADY, Crowd, check_histories
 
 _runs = itertools.count()
@@ -41,6 +43,26 @@ def url(request, hub):
     return "local://" if request.param == "local" else f"{hub.address}?insecure=1"
 
 
+@pytest.fixture
+def taken(monkeypatch) -> list:
+    """The blocks that are in use."""
+    blocks = []
+    take, give = Pool.take, Pool.give
+
+    def counted_take(pool, num_bytes):
+        block = take(pool, num_bytes)
+        blocks.append(block.view.obj)
+        return block
+
+    def counted_give(pool, block):
+        blocks.remove(block.view.obj)
+        give(pool, block)
+
+    monkeypatch.setattr(Pool, "take", counted_take)
+    monkeypatch.setattr(Pool, "give", counted_give)
+    return blocks
+
+
 def new_run() -> str:
     return f"averages-{os.getpid()}-{next(_runs)}"
 
@@ -52,34 +74,38 @@ class Group:
     """Peers driven by hand from one thread: what each contributes is the test's choice."""
 
     def __init__(
-        self, url, num, like, *, wire="fp32", num_rounds=None, refuse=True, wrap=None
+        self, url, num, like, *, wrap=None, state=(0, b""), num_rounds=None, **options
     ) -> None:
-        self.like, run = like, new_run()
-        self.links, self.peers = [], []
-        for k in range(num):
-            mail = Mail()
-            settings = LinkSettings(terms=STEADY, connect_s=PATIENCE_S)
-            link = open_link(url, run=run, name=f"p{k}", settings=settings, place=mail)
-            self.links.append(link)
-            self.peers.append(
-                Rounds(
-                    wrap(link) if wrap else link,
-                    like,
-                    num_samples=lambda r: BATCH,
-                    num_rounds=num_rounds,
-                    wire=wire,
-                    refuse=refuse,
-                    mail=mail,
-                )
-            )
+        """All of them start from `state`; `options` are those of the engine."""
+        self.url, self.like, self.run = url, like, new_run()
+        self.num_rounds, self.first = num_rounds, state[0]
+        self.links, self.engines = [], []
+        self.peers = [self.add(like, wrap=wrap, **options) for _ in range(num)]
         self.places = {link.me.incarnation: place for place, link in enumerate(self.links)}
         for peer in self.peers:
             peer.start()
-            peer.offer_state(0, b"")
+            peer.offer_state(*state)
             if peer is self.peers[0]:
                 self.task(0)  # it is the founder
                 self._tasks = {0: self._task}
         self._gather()
+
+    def add(self, like, *, wrap=None, **options) -> Rounds:
+        """An engine of this run, not started yet, that `round` does not know of."""
+        mail, name = Mail(), f"p{len(self.engines)}"
+        settings = LinkSettings(terms=STEADY, connect_s=PATIENCE_S)
+        link = open_link(self.url, run=self.run, name=name, settings=settings, place=mail)
+        self.links.append(link)
+        engine = Rounds(
+            wrap(link) if wrap else link,
+            like,
+            num_samples=lambda r: BATCH,
+            num_rounds=self.num_rounds,
+            mail=mail,
+            **options,
+        )
+        self.engines.append(engine)
+        return engine
 
     def __enter__(self):
         return self
@@ -87,8 +113,8 @@ class Group:
     def __exit__(self, *details) -> None:
         for link in self.links:  # first: then nothing is waited for
             link.close()
-        for peer in self.peers:
-            peer.close()
+        for engine in self.engines:
+            engine.close()
 
     def next(self, place, kind, *, patience_s=PATIENCE_S):
         """The next outcome of that kind; what is told in between does not matter here."""
@@ -105,8 +131,8 @@ class Group:
     def _gather(self) -> None:
         """Two rounds of the founder alone, so that all are members afterwards."""
         zeros = [torch.zeros_like(tensor) for tensor in self.like]
-        for round_ in range(2):
-            if round_:
+        for round_ in (self.first, self.first + 1):
+            if round_ > self.first:
                 deadline = time.monotonic() + PATIENCE_S
                 while len(self.peers[0].view.peers(PeerState.ACTIVE)) < len(self.peers):
                     assert time.monotonic() < deadline
@@ -268,6 +294,25 @@ class TestAverages:
         with Group("local://", 2, like, refuse=False) as group:  # as with a GradScaler
             committed = group.round([good, bad], [1.0, 1.0])
             assert not group.results(committed)[0].isfinite().any()
+
+    def test_finite_ones_whose_mean_is_not_are_refused_or_shown(self):
+        """The round ends without any samples, at all of them alike, and the run goes on."""
+        like = [torch.empty(40_000), torch.empty(3)]
+        large = [torch.ones(40_000), torch.full((3,), 3e38)]
+        ones = [torch.ones(40_000), torch.ones(3)]
+        with Group("local://", 2, like) as group:
+            for place in range(2):
+                group.peers[place].contribute(group.task(place), large, weight=1.0)
+            for place in range(2):
+                assert group.next(place, i.Retry).refused == Ranges.whole(BATCH)
+            committed = [group.next(place, Committed) for place in range(2)]
+            assert not any(tensor.any() for tensor in group.results(committed))
+            assert committed[0].weight == 0
+            assert committed[0].record.quarantine == Ranges.whole(BATCH)
+            committed = group.round([ones, ones], [1.0, 1.0])
+            assert torch.equal(group.results(committed)[1], ones[1])
+        with Group("local://", 2, like, refuse=False) as group:
+            assert group.results(group.round([large, large], [1.0, 1.0]))[1].isinf().all()
 
     def test_a_whole_run_without_faults(self, url):
         with Crowd(url, new_run()) as crowd:
@@ -511,6 +556,73 @@ class TestLeaving:
             assert (values == round_).all(), round_
 
 
+class TestJoining:
+    LIKE = (torch.empty(40_000), torch.empty(500), torch.empty(500, dtype=torch.int32))
+
+    @pytest.mark.parametrize("brings", [True, False], ids=["own state", "no state"])
+    @pytest.mark.parametrize(
+        ("like", "wire"),
+        [
+            (LIKE, "bf16"),  # of as many bytes as the others'
+            (LIKE, "int8"),
+            (LIKE[:2], "fp16"),
+            ((*LIKE, torch.empty(30_000)), "fp16"),
+            ((LIKE[1], LIKE[0], LIKE[2]), "fp16"),
+            ((*LIKE[:2], torch.empty(500)), "fp16"),
+        ],
+        ids=["halves", "int8", "fewer", "more", "other order", "other dtype"],
+    )
+    def test_a_peer_of_another_form_is_told_before_anything_is_lost(self, like, wire, brings):
+        with Group("local://", 2, self.LIKE, wire="fp16") as group:
+            ones = [torch.ones_like(tensor) for tensor in self.LIKE]
+            stranger = group.add(like, wire=wire)
+            stranger.start()
+            if brings:
+                stranger.offer_state(0, b"")
+            for _ in range(4):
+                committed = group.round([ones, ones], [1.0, 1.0])
+                group.results(committed)
+                assert [one.record.quarantine for one in committed] == [Ranges()] * 2
+            while not isinstance(outcome := stranger.next(PATIENCE_S), Stopped):
+                pass
+            assert outcome.reason is i.StopReason.MISFIT
+            assert form_of(group.peers[0].layout, "fp16") in outcome.text
+            assert form_of(stranger.layout, wire) in outcome.text
+            others = group.peers[0].view.peers(PeerState.ACTIVE)
+            assert [peer.incarnation for peer in others] == list(group.places)
+
+    def test_a_form_says_what_it_is_about(self):
+        layout = Layout.of(self.LIKE, 64 << 10)
+        form = form_of(layout, "bf16")
+        assert form.startswith("wire='bf16', 3 tensors (40500 float32, 500 int32) in ")
+        most = Layout(tuple((dtype, 10**14) for dtype in DTYPES.values()), layout.parts)
+        assert len(form_of(most, "bf16")) <= m.FORM_CHARS
+
+    def test_another_run_goes_on_from_the_last_state_of_one_that_all_have_left(self, url):
+        like = [torch.empty(3)]
+        with Group(url, 2, like) as group:
+            group.results(group.round([[torch.ones(3)]] * 2, [1.0, 1.0]))
+            for peer in group.peers:
+                peer.leave()
+            deadline = time.monotonic() + PATIENCE_S
+            while len(group.peers[0].view.peers(PeerState.LEAVING)) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            last = group.round([[torch.ones(3)]] * 2, [1.0, 1.0])[0]
+            last.result.close()
+            assert last.record.closing
+        state = (last.round + 1, last.chain, last.record)
+        with Group(url, 2, like, state=state) as group:
+            committed = group.round([[torch.ones(3)], [torch.full((3,), 3.0)]], [1.0, 1.0])
+            assert [one.round for one in committed] == [last.round + 3] * 2
+            assert group.results(committed)[0].tolist() == [2.0] * 3
+
+    def test_a_later_state_without_its_record(self):
+        like = [torch.empty(3)]
+        with Group("local://", 1, like) as group, pytest.raises(UsageError, match="record"):
+            group.add(like).offer_state(3, b"chain")
+
+
 class TestEngine:
     def test_each_part_leaves_before_the_next_is_added_up(self):
         """So that others can go on with it, and so that few results wait in memory."""
@@ -583,23 +695,32 @@ class TestEngine:
                 assert most <= 4 * late.layout.num_parts
                 late.close()
 
+    def test_the_results_of_a_void_attempt_do_not_wait_for_the_next(self, taken):
+        """Else each refusal would cost as much memory as a result, until the round is committed."""
+        go = threading.Event()
+
+        def wait(link, word) -> None:
+            if isinstance(word, m.Part) and word.attempt.attempt == 1:
+                assert go.wait(PATIENCE_S)
+
+        like = [torch.empty(40_000)]
+        good, bad = [torch.ones(40_000)], [torch.full((40_000,), float("nan"))]
+        with Group("local://", 2, like, wrap=lambda link: Slow(link, wait)) as group:
+            assert len(taken) == 2 * group.peers[0].layout.num_parts  # the result that each keeps
+            for place, tensors in enumerate([good, bad]):
+                group.peers[place].contribute(group.task(place), tensors, weight=1.0)
+            for place in range(2):
+                assert group.next(place, i.Retry).refused == Ranges.of((8, 16))
+            # Nobody has the other's next contribution. What was kept of the round before went when
+            # the first void result showed that all have it.
+            assert not any(peer._shelf.sums for peer in group.peers)
+            assert not taken
+            go.set()
+            group.results([group.next(place, Committed) for place in range(2)])
+
     @pytest.mark.parametrize("wire", ["fp32", "bf16"])
-    def test_blocks_are_used_again(self, wire, monkeypatch):
+    def test_blocks_are_used_again(self, wire, taken):
         """Every block that was taken comes back, whatever it was taken for."""
-        taken = []
-        take, give = Pool.take, Pool.give
-
-        def counted_take(pool, num_bytes):
-            block = take(pool, num_bytes)
-            taken.append(block.view.obj)
-            return block
-
-        def counted_give(pool, block):
-            taken.remove(block.view.obj)
-            give(pool, block)
-
-        monkeypatch.setattr(Pool, "take", counted_take)
-        monkeypatch.setattr(Pool, "give", counted_give)
         like = [torch.empty(n % 3 + 1) for n in range(300)] + [torch.empty(40_000)]
         with Group("local://", 2, like, wire=wire) as group:
             ones = [torch.ones_like(tensor) for tensor in like]

@@ -96,11 +96,14 @@ class Crew:
         gate = {"what": "task", "round": 0, "then": "wait"}
         founder = self.add("p0", gate, *points.get("p0", ()), expect=3, **options)
         founder.until(lambda said: "task" in said)
-        others = [self.add(f"p{k}", *points.get(f"p{k}", ()), expect=3, **options) for k in (1, 2)]
-        for other in others:  # its link is open: it misses nothing that is fanned out from now on
-            other.until(lambda said: "incarnation" in said)
+        peers = [founder]
+        for name in ("p1", "p2"):
+            peers.append(self.add(name, *points.get(name, ()), expect=3, **options))
+            # Its link is open: it misses nothing that is fanned out from now on. And it is before
+            # the next one in the roster, which decides who owns what.
+            peers[-1].until(lambda said: "incarnation" in said)
         founder.tell("go")
-        return [founder, *others]
+        return peers
 
     def expect_dead(self, *names) -> None:
         """These have died at their points."""

@@ -7,14 +7,16 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from manyhands.collectives import events as e
+from manyhands.collectives import messages as m
 from manyhands.collectives.instructions import AddUp, StopReason
 from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.ranges import EMPTY
 from manyhands.collectives.shares import share_out
 from manyhands.collectives.standing import Mode
-from manyhands.core.peers import NO_VIEW, PeerState
+from manyhands.core.peers import NO_VIEW, PeerState, ViewNumber
 from manyhands.links.messages import Gone, Resign
-from tests.collectives.world import HUB, Violation, World
+from tests.collectives.world import HUB, SEED_CHAIN, Violation, World
 
 BLOCK = 1000
 BLOCKS = 10  # of each mode
@@ -162,6 +164,28 @@ class AsksOnceWhateverIsLost(RoundMachine):
         super()._seek()
 
 
+class TakesResultsFromAnybody(RoundMachine):
+    def _is_from_owner(self, event):
+        return True
+
+
+class AveragesWithAnybody(RoundMachine):
+    def _on_record(self, event):
+        pass
+
+
+class GoesByTheRecordOfAnotherRun(RoundMachine):
+    def _found(self):
+        record, generation = self.record, self.generation
+        super()._found()
+        self.record, self.generation = record, generation
+
+
+class ClosesWithThoseOfAnotherRun(RoundMachine):
+    def _govern_by(self, key, record):
+        pass
+
+
 class LetsAnybodyGoQuietly(World):
     """The hub makes a Gone quiet although a cut has come since."""
 
@@ -208,6 +232,66 @@ class Sniper(Directed):
             self.slow[HUB, number], self.slowness = True, 0.98
 
 
+class Liars(Directed):
+    """Members fan out results of parts that are not theirs."""
+
+    script = tuple((step, "lie") for step in range(20, 300, 10))
+
+    def __init__(self, seed, **options):
+        super().__init__(seed, **options)
+        self.lazy = False  # or a result would lie beside the lie while it is being made
+
+    def fault(self, kind):
+        liars = [p for p in self.alive() if p.machine.member and len(p.machine.members) > 1]
+        if not liars:
+            return
+        liar = self.rng.choice(liars)
+        machine, k = liar.machine, self.rng.randrange(1, self.num_parts)
+        if machine.members[k % len(machine.members)] == liar.number:
+            return
+        shares = tuple(m.Share(peer, EMPTY) for peer in machine.members)
+        lie = m.Sum(machine.applied, machine.tag, k, shares)
+        for other in self.alive():
+            if other is not liar:
+                self.push(liar.number, other.number, (m.encode(lie), b"a lie"))
+
+    def file(self, peer, head, digest):
+        peer.sums.setdefault((head.round, head.attempt, head.k), digest)  # the first one stays
+
+
+class Strangers(Directed):
+    """Peers with other tensors join. Nobody can read what they send."""
+
+    script = ((1, "join"), *((step, "stranger") for step in (5, 30, 60)))
+
+    def fault(self, kind):
+        self.form = "other tensors" if kind == "stranger" else World.form
+        self.join()
+
+    def poisoned(self, peer, part):
+        return peer.machine.course.form != World.form and bool(part.ranges)
+
+    def check_samples(self, round_, heads, record, whole):
+        super().check_samples(round_, heads, record, whole)
+        self.require(not record.quarantine, "I12 samples were refused for another form")
+
+
+class Resumed(World):
+    """Everybody comes with the last state of an earlier run, in which there were many views."""
+
+    seed_state = e.StateOffered(
+        2,
+        SEED_CHAIN,
+        m.Record(b"", ViewNumber(1, 90_000), ViewNumber(1, 80_000), (), closing=True),
+    )
+
+    def stop(self, peer, instruction):
+        super().stop(peer, instruction)
+        if instruction.reason is StopReason.FINISHED:
+            last = peer.history[peer.machine.applied - 1]
+            self.require(last.empty, "I9 it went by the end of the run before")
+
+
 MUTATIONS = [  # (what is broken, where it shows, schedules within which it must)
     (KeepsTheResultUntilTheNextRoundStarts, LostQueues, 300),
     (TakesResultsAfterItsStatus, LostQueues, 300),
@@ -225,6 +309,10 @@ MUTATIONS = [  # (what is broken, where it shows, schedules within which it must
     (GoesByARecordThatDidNotKnow, World, 200),
     (TrustsItsOwnStateAtTheFirstRecord, World, 500),
     (AsksOnceWhateverIsLost, World, 300),
+    (TakesResultsFromAnybody, Liars, 50),
+    (AveragesWithAnybody, Strangers, 50),
+    (GoesByTheRecordOfAnotherRun, Resumed, 50),
+    (ClosesWithThoseOfAnotherRun, Resumed, 300),
     (RoundMachine, LetsAnybodyGoQuietly, 800),
 ]
 
@@ -250,6 +338,6 @@ def test_a_broken_rule_is_noticed(machine, world, schedules):
     print(f"noticed after {needed} schedules")
 
 
-@pytest.mark.parametrize("world", [LostQueues, ComingAndGoing, Sniper])
+@pytest.mark.parametrize("world", [LostQueues, ComingAndGoing, Sniper, Liars, Strangers, Resumed])
 def test_the_rules_as_they_are_pass_the_same_schedules(world):
     assert schedules_until_caught(RoundMachine, world, 800) is None

@@ -29,6 +29,7 @@ from manyhands.links.messages import Gone, Leaving, Ready, Resign
 SAMPLES = 6  # of a round
 HUB = 0  # its place in the channels; no peer has this number
 SEED_CHAIN = b"the state that the run starts from"
+SEED_STATE = e.StateOffered(0, SEED_CHAIN)
 GAP = e.GapSeen()
 
 
@@ -61,6 +62,7 @@ class Peer:
     kept: dict[tuple, bytes] = field(default_factory=dict)
     bank: Ranges = EMPTY
     history: dict[int, Round] = field(default_factory=dict)
+    offered: int = -1  # rounds of the state that it came with
     gaps_seen: int = 0
     lease_until: int = -1  # a closed connection does not end the lease at once
     commits_outside: int = 0
@@ -74,6 +76,9 @@ class Peer:
 
 class World:
     """One schedule. Attributes may be changed before `run` to direct it."""
+
+    seed_state = SEED_STATE  # of those who are there when nobody has a state of the run yet
+    form = "tensors"  # of those who join
 
     def __init__(self, seed, *, machine=RoundMachine, unordered=False, trace=False):
         self.rng = rng = random.Random(seed)
@@ -92,6 +97,7 @@ class World:
         self.dead, self.paused, self.offline, self.suspected = set(), set(), set(), []
         self.gaps = Counter()
         self.stable, self.verdicts, self.places, self.claims = {}, {}, {}, {}
+        self.closing = {}  # (round, attempt) -> whether its lead thinks that it has no samples
         self.left, self.takeovers = [], set()
         self.steps = self.joined = 0
         self.view = arbiter.first_view(1)
@@ -111,14 +117,18 @@ class World:
         number = self.joined * 7919 % 10007  # not in order of joining, as drawn at random
         peer = PeerId(f"peer{self.joined}", number)
         course = Course(
-            num_parts=self.num_parts, num_samples=lambda _: SAMPLES, num_rounds=self.num_rounds
+            num_parts=self.num_parts,
+            num_samples=lambda _: SAMPLES,
+            num_rounds=self.num_rounds,
+            form=self.form,
         )
         self.peers[number] = Peer(peer, self.make(number, course))
         self.show(arbiter.joined(self.view, peer))
         self.tell(number, e.SpeedMeasured(self.rng.randint(1, 5)))
         if self.view.cut == NO_VIEW:  # a new run: whoever is its founder starts from this
-            state = e.StateOffered(0, SEED_CHAIN)
+            state = self.seed_state
         if state is not None:
+            self.peers[number].offered = state.applied
             self.tell(number, state)
             self.remember(self.peers[number], state)
         return number
@@ -274,6 +284,7 @@ class World:
         head = msgspec.structs.replace(
             head, weight=float(sum(len(s.ranges) for s in head.contributions))
         )
+        self.closing[head.round, head.attempt] = peer.machine.record.closing
         digest = hashlib.blake2b(m.encode(head), digest_size=16).digest()
         event = e.Summed(head, digest)
         self.file(peer, head, digest)
@@ -331,7 +342,7 @@ class World:
         outside = self.view.member(peer.number) is None
         peer.commits_outside += outside
         self.require(peer.commits_outside < 2, "I8 an excluded peer went on committing")
-        whole = self.whole(peer, round_)
+        whole = self.whole(peer, round_, done.attempt)
         made = Round(done.chain, not whole, done.record.closing, done.record.generation)
         if not outside:
             self.check_history(peer, round_, made)
@@ -344,9 +355,14 @@ class World:
         if self.rng.random() < 0.2:
             peer.machine.handle(e.SpeedMeasured(self.rng.randint(1, 5)), lease=True)
 
-    def whole(self, peer, round_):
-        """What a round has to cover: nothing, in one that follows a closing record."""
+    def whole(self, peer, round_, attempt):
+        """What a round has to cover: nothing, in one that follows a closing record.
+
+        After the state that a peer came with, those who go on from it say whether it is one.
+        """
         closing = peer.history.get(round_ - 1, NO_ROUND).closing
+        if round_ == peer.offered:
+            closing = self.closing[round_, attempt]
         return EMPTY if closing else Ranges.whole(SAMPLES)
 
     def check_history(self, peer, round_, made):
@@ -671,7 +687,14 @@ class World:
         if target == HUB:
             self.hear(source, item)
         elif self.peers[target].stopped is None:
-            self.tell(target, self.received(target, source, item))
+            self.show_record(target, item)
+            if self.peers[target].stopped is None:
+                self.tell(target, self.received(target, source, item))
+
+    def show_record(self, target, item):
+        record = m.record_of(m.decode(item[0])) if isinstance(item, tuple) else None
+        if record is not None:
+            self.tell(target, e.RecordSeen(record))
 
     def received(self, target, source, item):
         peer = self.peers[target]

@@ -24,8 +24,8 @@ _WIDENED = 1 << 15  # values that are widened at a time
 class Adder:
     """Adds in roster order, divides by the weight, encodes once. Not thread-safe.
 
-    `refuse`: contributions that are not finite make the attempt void. With a GradScaler they are
-    to be seen instead, by everybody.
+    `refuse`: contributions that are not finite make the attempt void, and so do finite ones whose
+    mean is not. With a GradScaler such a result is to be seen instead, by everybody.
     """
 
     def __init__(self, layout: Layout, bank: Bank, pool: Pool, *, refuse: bool) -> None:
@@ -76,7 +76,7 @@ class Adder:
         norm = self._squared_norm(head.k, block)
         refused = head.refused
         if self._refuse and not math.isfinite(norm):
-            refused |= self._not_finite(head.k, [filed[peer] for peer in given])
+            refused |= self._at_fault(head.k, [filed[peer] for peer in given], block)
         norm = norm if math.isfinite(norm) else 0.0
         head = msgspec.structs.replace(head, weight=weight, squared_norm=norm, refused=refused)
         return head, block
@@ -108,14 +108,10 @@ class Adder:
 
     def _squared_norm(self, k: int, block: Block) -> float:
         """Of the decoded result; not finite if the result is not. Integers have none."""
-        shape, codec = self._layout.parts[k], self._bank.codecs[k]
-        if not (shape.dtype.is_floating_point or shape.dtype.is_complex):
+        dtype = self._layout.parts[k].dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
             return 0.0
-        if codec.raw:
-            values = _reals(block.tensor.view(shape.dtype))
-        else:
-            values = self._memory(shape.numel, accumulator_of(shape.dtype))
-            codec.decode(block.tensor, values)
+        values = self._decoded(k, block)
         # By pieces that are widened one after the other: torch's own norm in fp64 makes a copy of
         # all of it, of changing size, which leaves holes in the heap.
         squared = 0.0
@@ -124,6 +120,26 @@ class Adder:
             wide = self._wide[: piece.numel()].copy_(piece)
             squared += float(torch.dot(wide, wide))
         return squared
+
+    def _decoded(self, k: int, block: Block) -> Tensor:
+        """What everybody will read, as real numbers; good until the next part is added up."""
+        shape, codec = self._layout.parts[k], self._bank.codecs[k]
+        if codec.raw:
+            return _reals(block.tensor.view(shape.dtype))
+        values = self._memory(shape.numel, accumulator_of(shape.dtype))
+        codec.decode(block.tensor, values)
+        return values
+
+    def _at_fault(self, k: int, filed: Sequence[Filed], block: Block) -> Ranges:
+        """The samples without which the result would be finite, of a result without a norm.
+
+        If all contributions are finite and their mean is not, it is nobody's fault alone: none of
+        them counts. If only the norm is too large for a number, all is well.
+        """
+        refused = self._not_finite(k, filed)
+        if refused or bool(self._decoded(k, block).isfinite().all()):
+            return refused
+        return Ranges.union(one.part.ranges for one in filed)
 
     def _not_finite(self, k: int, filed: Sequence[Filed]) -> Ranges:
         """The samples of those contributions that hold values which are not finite."""

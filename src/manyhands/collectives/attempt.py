@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import msgspec
+
 from manyhands.collectives.book import Kept, Key
 from manyhands.collectives.events import (
     Arrival,
@@ -181,7 +183,7 @@ class Attempt(Standing):
         box = self.book.contributions(self._key, 0)
         reports = {m: report for m in self.members if (report := box[m].part.report) is not None}
         following = self.applied + 1
-        return next_record(
+        record = next_record(
             Closure(
                 view=self.view,
                 members=self.members,
@@ -194,6 +196,7 @@ class Attempt(Standing):
                 following=Ranges.whole(self.course.num_samples(following)),
             )
         )
+        return msgspec.structs.replace(record, form=self.course.form)
 
     def _view_is_old(self, governing: Record) -> bool:
         return self.view is None or self.view.number < governing.view
@@ -210,12 +213,26 @@ class Attempt(Standing):
     # -- everybody ---------------------------------------------------------------------------
 
     def _on_sum(self, event: SumArrived) -> None:
-        if self._is_passed_over(event.sum):
+        if not self._is_from_owner(event):
+            self._emit(Discard(event))
+        elif self._is_passed_over(event.sum):
             self._start_over("others went on from an earlier round")
         elif self._accepts(event.sum):
             self._take(event.sum, event.digest, event)
         else:
             self._emit(Discard(event))
+
+    def _is_from_owner(self, event: SumArrived) -> bool:
+        """Whether whoever sent this result has added it up; others send a Fill.
+
+        A member knows who takes part in its attempt. Anybody else has only the result's own word:
+        it lists all members, in their order.
+        """
+        head = event.sum
+        members = tuple(share.peer for share in head.contributions)
+        if self.member and (head.round, head.attempt) == self._key and members != self.members:
+            return False
+        return bool(members) and members[head.k % len(members)] == event.sender
 
     def _is_passed_over(self, head: Sum) -> bool:
         """Whether followers took over at an earlier round than this peer's, without hearing it."""
@@ -292,8 +309,9 @@ class Attempt(Standing):
 
     def _try_again(self, refused: Ranges) -> None:
         """All parts are here, and some contribution was refused: every member sees the same."""
-        void = self.tag
+        void, at = self.tag, self._key
         self._emit(Retry(self.applied, void, refused))
+        self._drop_sums(lambda key: key != at)  # as much memory as a whole result
         self.quarantine |= refused
         if self.claims & refused:
             self._drop_bank()  # a contribution is refused as a whole
@@ -390,10 +408,24 @@ class Attempt(Standing):
                 return False
             if record is not None and (not self.brought or self.book.complete(key)):
                 self.trusted = True
+                if self.brought:
+                    self._govern_by(key, record)
                 return True
         if self.brought and self.book.newest_round() > self.applied:
             self._start_over("the run has gone on since this state")
         return False
+
+    def _govern_by(self, key: Key, record: Record) -> None:
+        """What governs the round that this complete attempt confirms, as it shows itself.
+
+        The record that came with the state may be one of an earlier run: the last one of it, with
+        its numbers. Nobody in this run whose chain is the same has a newer generation than this.
+        """
+        heads = [result.sum for result in self.book.results(key).values()]
+        samples = any(share.ranges for head in heads for share in head.contributions)
+        if samples or record.quarantine:
+            self.record = msgspec.structs.replace(self._governing(), closing=False)
+        self.generation = min(self.generation, record.generation)
 
     def _follow(self) -> bool:
         """Outside the round, commit on the evidence of the next: a record with the right chain.

@@ -55,6 +55,16 @@ class FillArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordSeen:
+    """A record is here, with a result or a state. Tell it before the values are looked at.
+
+    To a peer whose tensors have another form they are only bytes of the wrong size.
+    """
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
 class StatusArrived:
     """A peer has told what it holds at a cut."""
 
@@ -161,6 +171,7 @@ Event = (
     | PartArrived
     | SumArrived
     | FillArrived
+    | RecordSeen
     | StatusArrived
     | AskArrived
     | SnapshotArrived

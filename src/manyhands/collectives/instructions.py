@@ -201,6 +201,7 @@ class StopReason(enum.Enum):
     OVER = "over"  # others have finished the run; there was nothing left to do here
     EXCLUDED = "excluded"  # the run goes on without this incarnation: rejoin as a new one
     SENT_BACK = "sent back"  # this peer's state is of no use to the others: rejoin as a new one
+    MISFIT = "misfit"  # its tensors or codec are not those of the run: rejoining does not help
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ docs/rounds.md is the protocol; `events` and `instructions` are the two halves o
 
 from __future__ import annotations
 
+import msgspec
+
 from manyhands.collectives import events as e
 from manyhands.collectives.cut import Cutting
 from manyhands.collectives.instructions import Instruction, StopReason, Tell
-from manyhands.collectives.messages import Record, Share, Tag
-from manyhands.collectives.ranges import EMPTY, Ranges
+from manyhands.collectives.messages import Tag
+from manyhands.collectives.ranges import EMPTY
 from manyhands.core.errors import UsageError
 from manyhands.core.peers import NO_VIEW, PeerState
 from manyhands.links.messages import Leaving, Ready, Resign
@@ -53,6 +55,8 @@ class RoundMachine(Cutting):
                 self._on_computed(event)
             case e.ViewSeen():
                 self._on_view(event)
+            case e.RecordSeen():
+                self._on_record(event)
             case e.StatusArrived():
                 self._on_status(event)
             case e.FillArrived():
@@ -138,6 +142,21 @@ class RoundMachine(Cutting):
             self._add_up(0)  # a lead may have waited for this view
             self._progress()
 
+    def _on_record(self, event: e.RecordSeen) -> None:
+        """A peer that the others could not average with stops before they count on it.
+
+        A trusted one has come this way. Late words of those whom it took over from may differ.
+        """
+        theirs, mine = event.record.form, self.course.form
+        if self.trusted or theirs == mine:
+            return
+        text = (
+            f"this peer cannot average with the others: the run has {theirs}; "
+            f"this peer has {mine}. "
+            "Give it the run's tensors (order, sizes, dtypes) and the run's wire="
+        )
+        self._stop(StopReason.MISFIT, text, Resign(False, text))
+
     # -- the user, the link ------------------------------------------------------------------
 
     def _on_speed(self, event: e.SpeedMeasured) -> None:
@@ -166,16 +185,18 @@ class RoundMachine(Cutting):
     def _on_state(self, event: e.StateOffered) -> None:
         if self.based or self.active:
             raise UsageError("this peer has a state already", hint="offer one at the start")
+        if event.applied > 0 and event.record is None:
+            raise UsageError(
+                f"a state after {event.applied} rounds came without its record",
+                hint="save Committed.record with the state, and offer both",
+            )
         self.based = self.brought = True
         self.applied, self.chain, self.donor = event.applied, event.chain, None
-        self.record = event.record or self._first_record()
-        self.generation = self.record.generation
+        # The view may be one of another run, whose numbers say nothing here. If it was this run,
+        # it was before this peer came.
+        record = event.record or self._first_record()
+        self.record = msgspec.structs.replace(record, view=NO_VIEW)
+        self.generation = record.generation
         if self.view is not None:
             self._on_watching()
             self._look_around()
-
-    def _first_record(self) -> Record:
-        """What governs the first round of all: its founder does everything."""
-        closing = self.course.is_over(self.applied)
-        samples = EMPTY if closing else Ranges.whole(self.course.num_samples(self.applied))
-        return Record(b"", NO_VIEW, NO_VIEW, (Share(self.me, samples),), closing=closing)

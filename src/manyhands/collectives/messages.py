@@ -28,6 +28,7 @@ MAX_MEMBERS = 1024
 MAX_PARTS = 1 << 18
 MAX_SPEED = 1 << 40
 NOTES_BYTES = 16 << 10  # of each opaque field: three of them fit into one message
+FORM_CHARS = 300
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
@@ -37,6 +38,7 @@ Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Notes = Annotated[bytes, msgspec.Meta(max_length=NOTES_BYTES)]
 _PartSet = Annotated[bytes, msgspec.Meta(max_length=MAX_PARTS // 8)]
 _Weight = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
+_Form = Annotated[str, msgspec.Meta(max_length=FORM_CHARS)]
 
 
 class Tag(NamedTuple):
@@ -93,6 +95,7 @@ class Record(_Piece, frozen=True):
     snapshot_for: _Newcomers = ()  # newcomers that get the state after this round
     speeds: Annotated[tuple[Speed, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
     sync: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0  # how rounds synchronise; carried along
+    form: _Form = ""  # the tensors of the run and how they travel: newcomers compare it with theirs
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -232,6 +235,17 @@ AnyMessage = Part | Sum | Status | Fill | Ask | Snapshot | Want | RoundGone | Ta
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _SHOWN_CHARACTERS = 200  # of an error's text: the sender may have written most of it
+
+
+def record_of(message: AnyMessage) -> Record | None:
+    """The record that a message brings, if it does."""
+    match message:
+        case Sum() | Snapshot():
+            return message.record
+        case Fill():
+            return message.sum.record
+        case _:
+            return None
 
 
 def encode(message: AnyMessage) -> bytes:

@@ -27,7 +27,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A round is committed. `result` is the mean of its samples; `close` it once it is read."""
+    """A round is committed. `result` is the mean of its samples; `close` it once it is read.
+
+    Whoever saves the state after it saves `chain` and `record` too: `Rounds.offer_state`.
+    """
 
     round: int
     result: Result

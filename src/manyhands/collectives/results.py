@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,30 @@ if TYPE_CHECKING:
     from manyhands.collectives.codecs import Codec
 
 
+_SHOWN_DTYPES = 4  # torch has dozens
+
+
 def digest_of(block: Block) -> bytes:
     """What two peers compare instead of the values: not against malice, only against mistakes."""
     return xxhash.xxh3_128_digest(block.view)
+
+
+def form_of(layout: Layout, wire: str) -> str:
+    """What two peers compare instead of their tensors: in words, of at most FORM_CHARS.
+
+    The digest is over each tensor and each part: other models may have as many values.
+    """
+    values: Counter[str] = Counter()
+    for dtype, numel in layout.shapes:
+        values[str(dtype).removeprefix("torch.")] += numel
+    parts = [(part.dtype, part.numel) for part in layout.parts]
+    digest = xxhash.xxh3_64_hexdigest(repr((layout.shapes, parts)).encode())
+    counted = ", ".join(f"{numel} {dtype}" for dtype, numel in values.most_common(_SHOWN_DTYPES))
+    counted += ", ..." if len(values) > _SHOWN_DTYPES else ""
+    return (
+        f"wire={wire!r}, {len(layout.shapes)} tensors ({counted}) in {layout.num_parts} parts, "
+        f"digest {digest}"
+    )
 
 
 class Result:

@@ -48,8 +48,8 @@ from manyhands.collectives.passes import Pass
 from manyhands.collectives.pool import Block
 from manyhands.collectives.post import Post
 from manyhands.collectives.ranges import Ranges
-from manyhands.collectives.results import Result, digest_of
-from manyhands.collectives.shelf import PartKey, Shelf
+from manyhands.collectives.results import Result, digest_of, form_of
+from manyhands.collectives.shelf import Shelf
 from manyhands.collectives.standing import Course
 from manyhands.collectives.threads import start_thread
 from manyhands.core.errors import (
@@ -92,8 +92,9 @@ class Rounds:
         self._mail = mail or Mail()
         self._me = link.me.incarnation
         self.layout = Layout.of(tensors, link.terms.part_bytes)
+        num_parts, form = self.layout.num_parts, form_of(self.layout, wire)
         course = Course(
-            num_parts=self.layout.num_parts, num_samples=num_samples, num_rounds=num_rounds
+            num_parts=num_parts, num_samples=num_samples, num_rounds=num_rounds, form=form
         )
         self._machine = RoundMachine(self._me, course)
         self._pool = pool_for(self.layout, wire, link.terms.window_bytes)
@@ -128,9 +129,9 @@ class Rounds:
         """Begin to serve what arrives."""
         self._reader = start_thread(self._read, f"rounds {self._link.me}")
 
-    def offer_state(self, applied: int, chain: bytes) -> None:
-        """This peer has a state: the run may start from it, or confirm it."""
-        self._feed(e.StateOffered(applied, chain))
+    def offer_state(self, applied: int, chain: bytes, record: m.Record | None = None) -> None:
+        """The run may start from this state, or confirm it. After round 0: see `Committed`."""
+        self._feed(e.StateOffered(applied, chain, record))
 
     def next(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Outcome:
         """What happens next. Raises LinkTimeout; after a Stopped, that again."""
@@ -351,16 +352,12 @@ class Rounds:
         self._early = None
 
     def _add_up(self, head: m.Sum) -> e.Summed:
-        keys = {
-            s.peer: PartKey(head.round, head.attempt, head.k, s.peer) for s in head.contributions
-        }
-        filed = {peer: self._shelf.parts[key] for peer, key in keys.items()}
+        filed = self._shelf.contributions(head)
         head, block = self._adder.add_up(head, filed, self._me)
         if head.k == 0:
             notes = self.note([one.part for one in filed.values()])
             head = msgspec.structs.replace(head, notes=notes)
-        for key in keys.values():
-            self._shelf.drop_part(key)
+        self._shelf.drop_contributions(head)
         digest = digest_of(block)
         self._shelf.add_sum(head, block)
         return e.Summed(head, digest)
@@ -455,6 +452,8 @@ class Rounds:
             log.warning("%s sent what is no message about rounds: %s", delivery.sender, error)
             return
         with self._lock:
+            if (record := m.record_of(message)) is not None:
+                self._feed(e.RecordSeen(record))
             if isinstance(message, m.Snapshot):
                 if self._state is not None:
                     self._state.arrived(delivery.sender, message, delivery.buffers)

@@ -78,6 +78,15 @@ class Shelf:
         self.parts[key] = Filed(part, block)
         return True
 
+    def contributions(self, head: Sum) -> dict[int, Filed]:
+        """What goes into a result, by member, in roster order."""
+        return {peer: self.parts[key] for peer, key in _keys(head).items()}
+
+    def drop_contributions(self, head: Sum) -> None:
+        """That result is made."""
+        for key in _keys(head).values():
+            self.drop_part(key)
+
     def drop_part(self, key: PartKey) -> None:
         """It has been added up, or will not be."""
         filed = self.parts.pop(key, None)
@@ -162,3 +171,8 @@ class Shelf:
         self.drop_parts(lambda key: True)
         self.drop_sums(lambda key: True)
         self.keep(None)
+
+
+def _keys(head: Sum) -> dict[int, PartKey]:
+    peers = (share.peer for share in head.contributions)
+    return {peer: PartKey(head.round, head.attempt, head.k, peer) for peer in peers}

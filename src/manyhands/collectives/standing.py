@@ -17,6 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from manyhands.collectives.book import Book, Kept, Key
 from manyhands.collectives.events import AskArrived, SnapshotArrived
 from manyhands.collectives.instructions import (
@@ -30,7 +32,7 @@ from manyhands.collectives.instructions import (
     TakeState,
     Tell,
 )
-from manyhands.collectives.messages import NO_TAG, Ask, Record, Tag
+from manyhands.collectives.messages import NO_TAG, Ask, Record, Share, Tag
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.core.errors import UsageError
 from manyhands.core.peers import NO_VIEW, PeerState, View, ViewNumber
@@ -47,6 +49,8 @@ class Course:
     """How many samples a round has; a pure function of its number."""
     num_rounds: int | None = None
     """After how many rounds the run is finished; without it, when everybody leaves."""
+    form: str = ""
+    """The tensors and how they travel, in words; peers whose words differ cannot average."""
 
     def __post_init__(self) -> None:
         """Reject what no run can have."""
@@ -186,9 +190,19 @@ class Standing(ABC):
         takes over like any follower, which is reported.
         """
         self.trusted = True
+        # The state may be the last one of an earlier run: its numbers mean nothing here, and what
+        # its members had planned, say to leave, they do not any more.
+        self.record = msgspec.structs.replace(self._first_record(), sync=self._governing().sync)
+        self.generation = NO_VIEW
         if self.view is not None and self.view.founder is not None:
             self.members, self.member = (self.me,), True
             self.claims = self._whole()
+
+    def _first_record(self) -> Record:
+        """What governs the first round of a run: its founder does everything."""
+        closing = self.course.is_over(self.applied)
+        samples = EMPTY if closing else Ranges.whole(self.course.num_samples(self.applied))
+        return Record(b"", NO_VIEW, NO_VIEW, (Share(self.me, samples),), closing=closing)
 
     def _start_over(self, reason: str) -> None:
         """What this peer holds is of no use. One that the others count on resigns instead."""
