@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv from the lock and installs this package into it, editable. About a minute, 1.3 GB.
+# Makes .venv from the lock and installs this package into it, editable. About a minute, 1.6 GB.
 set -eu
 cd "$(dirname "$0")/.."
 if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then

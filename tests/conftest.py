@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from contextlib import ExitStack
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SEED = 20260101
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_settings() -> Iterator[None]:
+    """What the developer's shell says about runs and hubs is not for the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("MANYHANDS_")]:
+            patch.delenv(name)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

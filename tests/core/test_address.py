@@ -229,3 +229,33 @@ def test_addresses_do_not_show_their_secrets():
     assert str(hub) == "hub://box:5/r"
     assert str(amqp) == "amqps://u:***@box:5/v"
     assert SECRET not in redact(hub.code())
+
+
+CODE = HubAddress(host="hub.example", token="T0ken", fingerprint="ab" * 32).code()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "guest:SECRETPW@127.0.0.1/vh?run=a",
+        "amqp:/guest:SECRETPW@127.0.0.1/vh",
+        "amqp://guest:SECRETPW@127.0.0.1:bad/vh",
+        f"hub://{CODE.lower()}",
+        f"MANYHANDS_URL={CODE}",
+        f"hub://{CODE}/run",
+    ],
+)
+def test_what_is_nearly_an_address_is_not_shown_whole(text):
+    with pytest.raises(AddressError) as caught:
+        parse_address(text)
+    said = str(caught.value).lower()
+    assert "secret" not in said
+    assert CODE.lower()[6:] not in said
+    assert "PW" not in redact(text)
+
+
+def test_a_join_code_with_a_run_or_in_quotes():
+    assert parse_address(f"{CODE}?run=mine").run == "mine"
+    assert parse_address(f"'{CODE}'") == parse_address(f' "{CODE}" ') == parse_address(CODE)
+    with pytest.raises(AddressError, match="takes no option rank"):
+        parse_address(f"{CODE}?rank=1")

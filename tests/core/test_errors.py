@@ -46,7 +46,7 @@ def test_errors_carry_their_facts():
     assert WrongVersion("old", version=3).version == 3
     excluded = Excluded("it was silent")
     assert excluded.reason == "it was silent"
-    assert "rejoin" in (excluded.hint or "")
+    assert "join again" in (excluded.hint or "")
     peer = PeerId("anna", 0xABCDE)
     assert PeerGone(peer).peer == peer
     assert "anna#bcde" in str(PeerGone(peer))

@@ -39,7 +39,7 @@ def demo(
     if importlib.util.find_spec("sklearn") is None:
         raise SettingsError(
             "the digits come with scikit-learn, which is not installed",
-            hint="pip install 'manyhands[demo]'",
+            hint="pip install '.[demo]' in the folder of manyhands",
         )
     console = Console(stderr=json_output)
     with contextlib.ExitStack() as stack:

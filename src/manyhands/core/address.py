@@ -3,7 +3,7 @@
     local:///RUN                                     inside one process
     hub://HOST:PORT/RUN                              our relay
     amqp(s)://USER:PASSWORD@HOST:PORT/VHOST?run=RUN  RabbitMQ
-    mh1-...                                          address, fingerprint, token (and run) in a word
+    mh1-...[?run=RUN]                                address, fingerprint, token (and run) in a word
 
 Secrets are kept out of `repr` and of `redact()`ed text; they are in `HubAddress.code()` by intent.
 """
@@ -83,7 +83,7 @@ Address = LocalAddress | HubAddress | AmqpAddress
 
 def parse_address(text: str, *, run: str | None = None) -> Address:
     """Read a URL or a join code; `run`, when given, must not contradict the one it names."""
-    text = text.strip()
+    text = text.strip().strip("'\"")  # quotes stay on where a shell or a form does not take them
     address = _parse_code(text) if text.startswith(_CODE) else _parse_url(text)
     if run is not None:
         if address.run is not None and address.run != run:
@@ -134,8 +134,9 @@ def redact(text: str) -> str:
     """`text` without passwords of URLs, tokens and join codes; for logs and reports."""
     # Greedy: an unquoted / or @ in a password is the user's mistake, and still a password.
     text = re.sub(r"(\w+://[^\s:/@]*):\S*@", r"\1:***@", text)
+    text = re.sub(r"([\w.+-]+):(?!//)\S*@", r"\1:***@", text)  # not quite a URL
     text = re.sub(r"([?&](?:token|password)=)[^\s&#]*", r"\1***", text)
-    return re.sub(rf"{_CODE}[\w-]+", f"{_CODE}***", text)
+    return re.sub(rf"{_CODE}[\w-]+", f"{_CODE}***", text, flags=re.IGNORECASE)
 
 
 def _parse_url(text: str) -> Address:
@@ -148,6 +149,11 @@ def _parse_url(text: str) -> Address:
             f"{redact(text)!r} is not an address: its host or port cannot be read",
             hint="write %2F, %40 and %3A for the characters / @ : in a password",
         ) from None
+    if (parts.hostname or "").startswith(_CODE):
+        raise AddressError(
+            f"a join code is a whole address, without {parts.scheme}:// before it",
+            hint=f"give the code alone, or {_CODE}...?run=RUN",
+        )
     query = _query(parts, text)
     if parts.scheme == "local":
         return LocalAddress(run=_path(parts) or query.get("run"))
@@ -219,8 +225,12 @@ def check_fingerprint(text: str) -> str:
 
 def _parse_code(text: str) -> HubAddress:
     hint = "copy the whole code again, from mh1- to its last character"
+    packed, _, options = text[len(_CODE) :].partition("?")
+    query = {key: values[-1] for key, values in parse_qs(options).items()}
+    if query.keys() - {"run"}:
+        unknown = ", ".join(sorted(query.keys() - {"run"}))
+        raise AddressError(f"a join code takes no option {unknown}", hint=f"{_CODE}...?run=RUN")
     try:
-        packed = text[len(_CODE) :]
         sealed = base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
         raise AddressError("the join code has characters that no code has", hint=hint) from None
@@ -236,7 +246,7 @@ def _parse_code(text: str) -> HubAddress:
     return HubAddress(
         host=host,
         port=port,
-        run=run,
+        run=query.get("run", run),
         token=token,
         fingerprint=check_fingerprint(pin.hex()),
         insecure=not pin,

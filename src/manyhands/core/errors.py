@@ -106,7 +106,7 @@ class Excluded(LinkError):
     def __init__(self, reason: str) -> None:
         super().__init__(
             f"this peer is no longer part of the run: {reason}",
-            hint="open a new link to rejoin as a new incarnation",
+            hint="to take part again, join again: a new link, or a new process",
         )
         self.reason = reason
 

@@ -175,7 +175,8 @@ def open_link(
     point = find_meeting_point(url, run=run, name=name, environ=os.environ)
     if point.address.run is None:
         raise AddressError(
-            f"{point.address} names no run", hint="add it to the address, or pass run="
+            f"{point.address} names no run",
+            hint="add ?run=NAME to it, pass run=, or set MANYHANDS_RUN",
         )
     return dial(point.address, new_peer(point.name), settings or LinkSettings(), place)
 

@@ -18,6 +18,7 @@ from manyhands.links.amqp.channel import AmqpChannel, Handler
 from manyhands.links.amqp.login import AmqpLogin, Setup
 
 log = logging.getLogger(__name__)
+_OUTAGE_HINT = "is the broker running? open the link again when it is; what was under way is lost"
 _REDIAL_S = 0.1  # the first pause between two attempts; it doubles up to one second
 # What a broker that is just starting, or has not yet noticed that our last connection is dead,
 # may answer; all of it passes.
@@ -141,6 +142,7 @@ class Line:
 
     def _redial(self, lost_s: float) -> AmqpChannel:
         pause_s = _REDIAL_S
+        log.warning("%s lost %s and dials again", self._name, self._login.place)
         while not self._closing.is_set():
             try:
                 return self._dial()
@@ -159,7 +161,8 @@ class Line:
         if time.monotonic() > lost_s + self._outage_s:
             raise LinkBroken(
                 f"{self._login.place} was not found again within {self._outage_s:g} s: "
-                f"{error.message}"
+                f"{error.message}",
+                hint=_OUTAGE_HINT,
             ) from None
 
 
