@@ -25,7 +25,17 @@ MAY_LOAD_TORCH = (
             *("adder", "backend.arguments", "backend.buffers", "backend.exchange"),
             *("backend.failure", "backend.group", "backend.member", "backend.operations"),
             *("backend.session", "backend.store", "backend.team", "backend.work", "bank"),
-            *("codecs", "layout", "mail", "passes", "pool", "post", "reduction", "results"),
+            *(
+                "codecs",
+                "feedback",
+                "layout",
+                "mail",
+                "passes",
+                "pool",
+                "post",
+                "reduction",
+                "results",
+            ),
             *("rounds", "shelf", "threads"),
         )
     ),

@@ -166,6 +166,16 @@ def test_draining_has_an_end():
         assert not courier.drain(0.05)
 
 
+def test_draining_ends_with_the_hope():
+    link = SlowLink()
+    link.open.clear()
+    with courier_on(link) as courier:
+        courier.post(Letter(None, b"a"))
+        begun = time.monotonic()
+        assert not courier.drain(PATIENCE_S, lambda: False)
+        assert time.monotonic() - begun < PATIENCE_S / 2
+
+
 def test_closing_does_not_wait_for_a_reader_that_takes_nothing():
     link = SlowLink()
     link.open.clear()

@@ -85,14 +85,17 @@ class Courier:
         self._bell.put(True)
         return True
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until all that was posted is at the meeting point; False if that took too long."""
+    def drain(self, timeout_s: float, hopeful: Callable[[], bool] = lambda: True) -> bool:
+        """Wait until all that was posted is at the meeting point.
+
+        False if that took too long, or as soon as it is no longer `hopeful`.
+        """
         done = threading.Event()
         # It has nothing to send, and its turn comes after those of all the others.
         self._post(Letter(None, b"", lambda: None, done.set), urgent=False)
         deadline = time.monotonic() + timeout_s
         while not done.wait(_SLICE_S):
-            if self._ended or time.monotonic() > deadline:
+            if self._ended or time.monotonic() > deadline or not hopeful():
                 return done.is_set()
         return True
 

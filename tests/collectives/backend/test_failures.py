@@ -42,15 +42,24 @@ def test_killed_with_everything_under_way(new_crew):
             assert errors["barrier"].startswith("DistBackendError"), errors["barrier"]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_killed_in_a_backward_pass(new_crew, victim):
+@pytest.mark.parametrize(
+    ("victim", "how", "step"),
+    [
+        (0, {}, 3),
+        (2, {}, 3),
+        (2, {"late_s": 0.3}, 3),
+        # An operation that has ended on one rank may owe sums to the others: they die with it.
+        (2, {"late_s": 5.0, "agreed": False}, 2),
+    ],
+    ids=["first", "last", "sums late", "sums lost"],
+)
+def test_killed_in_a_backward_pass(new_crew, victim, how, step):
     with new_crew(3) as crew:
-        crew.begin("failures", "train_until_error", victim, 3)
+        crew.begin("failures", "train_until_error", victim, 3, **how)
         assert crew.ended(victim) == -signal.SIGKILL
         for answer in crew.finish().values():
             assert answer.ok, answer.value
-            # What it had given out in its last step may have died with it.
-            assert answer.value["step"] in (2, 3)
+            assert answer.value["step"] == step
             assert f"rank-{victim}" in answer.value["error"]
             assert "all_reduce" in answer.value["error"]
             assert answer.value["took_s"] < LEASE_S + MARGIN_S
@@ -100,6 +109,8 @@ def test_ranks_that_differ_and_start_anew(new_crew, new_url):
             "dtypes": ("float32[5]", "int32[5]"),
             "splits": ("`all_to_all float32`", "expects 8 bytes"),
             "pair sizes": ("float32[5]", "float32[6]"),
+            "roots": ("broadcast float32[5] from",),
+            "large roots": ("broadcast float32[100000] from",),
         }.items():
             texts = crew.call("failures", "differ", what)
             for rank, text in texts.items():
@@ -108,6 +119,10 @@ def test_ranks_that_differ_and_start_anew(new_crew, new_url):
             crew.call("life", "leave")
             crew.join(new_url())
         crew.call("sums", "coalesced")
+
+
+def test_a_mistake_of_one_rank_is_its_own(crew):
+    crew.call("failures", "mistake_of_one")
 
 
 def test_left_behind(new_crew, new_url):

@@ -10,10 +10,11 @@ from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from manyhands.collectives.reduction import Operator
+from manyhands.collectives.reduction import Operator, arithmetic_for
 from manyhands.core.errors import UsageError
 
 _OPERATORS = {
@@ -28,13 +29,15 @@ _OPERATORS = {
 }
 
 
-def operator_of(opts: Any) -> Operator:  # noqa: ANN401  (torch's own type)
-    """Of torch's options; the sum where there are none."""
+def operator_of(opts: Any, dtype: torch.dtype) -> Operator:  # noqa: ANN401  (torch's own type)
+    """Of torch's options, for tensors of that dtype; the sum where there are none."""
     op = ReduceOp.SUM if opts is None else opts.reduceOp
     for known, operator in _OPERATORS.items():
         if op == known:
+            arithmetic_for(operator, dtype)  # or it says why not
             return operator
-    raise UsageError(f"{op} is not supported", hint=f"one of {', '.join(map(str, _OPERATORS))}")
+    name = "PREMUL_SUM" if op == ReduceOp.PREMUL_SUM else str(op)
+    raise UsageError(f"{name} is not supported", hint=f"one of {', '.join(map(str, _OPERATORS))}")
 
 
 def timeout_of(opts: Any, default_s: float) -> float:  # noqa: ANN401  (torch's own type)
@@ -45,6 +48,13 @@ def timeout_of(opts: Any, default_s: float) -> float:  # noqa: ANN401  (torch's 
     return timeout.total_seconds()
 
 
+def place_of(rank: int, size: int) -> int:
+    """A place in a group of that size: what a caller has named as root, sender or receiver."""
+    if not 0 <= rank < size:
+        raise UsageError(f"rank {rank} of a group of {size}", hint="ranks count from 0")
+    return rank
+
+
 def only(items: Sequence[Any], what: str) -> Any:  # noqa: ANN401
     """torch passes a list of one: once there could be one for each GPU of a process."""
     if len(items) != 1:
@@ -52,14 +62,18 @@ def only(items: Sequence[Any], what: str) -> Any:  # noqa: ANN401
     return items[0]
 
 
-def check_number(what: str, tensors: Sequence[Tensor], num: int) -> None:
-    """One for each rank."""
+def check_each(
+    what: str,
+    tensors: Sequence[Tensor],
+    num: int,
+    *,
+    like: Tensor | None = None,
+    sizes: bool = True,
+) -> None:
+    """One for each rank, of the dtype and (`sizes`) with as many values as `like`, or the first."""
     if len(tensors) != num:
         raise UsageError(f"{what}: {len(tensors)} tensors for {num} ranks")
-
-
-def check_alike(what: str, tensors: Sequence[Tensor], like: Tensor, *, sizes: bool = True) -> None:
-    """All of one dtype, and (`sizes`) with as many values."""
+    like = tensors[0] if like is None else like
     for place, tensor in enumerate(tensors):
         if tensor.dtype is not like.dtype:
             raise UsageError(

@@ -48,6 +48,11 @@ class Outgoing:
     settled: bool
     release: Callable[[], None] | None = None
 
+    @property
+    def urgent(self) -> bool:
+        """Whether it is all that others may wait for: a sum is, a contribution is not."""
+        return self.step != GIVEN
+
 
 @dataclass(slots=True)
 class Target:
@@ -106,6 +111,7 @@ class Exchange:
     """Run when everything has arrived, before the operation counts as done."""
     # Kept by the team:
     key: Key = NO_KEY
+    starting: bool = True  # what came early is not in its place: who seems missing may be here
     unsettled: int = 0
     shown: set[int] = field(default_factory=set[int])
     deadline_s: float = 0.0
@@ -126,16 +132,15 @@ class Exchange:
         places.discard(self.me)
         return sorted(self.members[place] for place in places)
 
-    def needs(self) -> list[int]:
-        """Ranks whose data is missing, or that data is for."""
-        needed = set(self.waits_for())
-        for outgoing in self.outgoing:
-            if outgoing.to is None:
-                needed.update(self.members)
-            else:
-                needed.add(self.members[outgoing.to])
-        needed.discard(self.members[self.me])
-        return sorted(needed)
+    def readers(self) -> list[int]:
+        """Ranks that data is for."""
+        return sorted({rank for piece in self.outgoing for rank in self.readers_of(piece)})
+
+    def readers_of(self, piece: Outgoing) -> list[int]:
+        """Ranks that a piece is for."""
+        if piece.to is not None:
+            return [self.members[piece.to]]
+        return [rank for place, rank in enumerate(self.members) if place != self.me]
 
 
 class Wanted(NamedTuple):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from manyhands.collectives.backend.exchange import Exchange
 from manyhands.core.errors import LinkError, ManyhandsError, UsageError
-from manyhands.core.peers import PeerId, View
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from manyhands.collectives.backend.exchange import Exchange, Target
+    from manyhands.core.peers import PeerId, View
 
 _RESTART = "restart the group; from a checkpoint if there is one"
 
@@ -30,7 +34,10 @@ def judge_view(
     ]
     if gone:
         names = ", ".join(f"rank {rank} ({roster[rank]})" for rank in gone)
-        return TeamFailed(f"{names} is gone: it ended, or its lease did", hint=_RESTART)
+        return TeamFailed(
+            f"{names} is gone: it ended, its lease did, or another process came as that rank",
+            hint=_RESTART,
+        )
     # A goodbye explains a cut: whoever said it had nothing left to send. So does the end of a
     # stranger, from whom nobody here expects anything.
     explained = any(view.member(old.peer.incarnation) is None for old in before.roster)
@@ -50,20 +57,47 @@ def judge_time(exchange: Exchange, roster: Sequence[PeerId], now_s: float) -> Te
     return TeamFailed(
         f"`{exchange.form}` was not finished after {now_s - exchange.started_s:.0f} s: "
         f"no data from {missing or 'nobody'}",
-        hint="they are alive but have not called it; or raise the group's timeout",
+        hint="they are alive but have not called it, or with another root; or raise the group's "
+        "timeout",
     )
 
 
 def judge_parted(
-    exchange: Exchange, roster: Sequence[PeerId], parted: Collection[int]
+    exchange: Exchange, needed: Iterable[int], roster: Sequence[PeerId], parted: Collection[int]
 ) -> TeamFailed | None:
     """Whether an operation needs somebody who has said goodbye."""
-    for rank in exchange.needs():
+    for rank in needed:
         if rank in parted:
             return TeamFailed(
-                f"rank {rank} ({roster[rank]}) left the group before `{exchange.form}`"
+                f"rank {rank} ({roster[rank]}) left the group before `{exchange.form}`",
+                hint="it called destroy_process_group, or its program ended; its output says why",
             )
     return None
+
+
+def disagreement(exchange: Exchange, rank: int, peer: PeerId, form: str) -> TeamFailed:
+    """That rank takes the operation for another one."""
+    return TeamFailed(
+        f"rank {rank} ({peer}) runs `{form}` where this rank runs `{exchange.form}`",
+        hint="all members of a group must call the same operations in the same order, with the "
+        "same sizes, dtypes and roots",
+    )
+
+
+def surplus(
+    exchange: Exchange, rank: int, peer: PeerId, k: int, target: Target | None
+) -> TeamFailed:
+    """That rank has sent other values than the operation has here."""
+    size = "no bytes" if target is None else f"{target.num_bytes} bytes"
+    return TeamFailed(
+        f"rank {rank} ({peer}) sent piece {k} of `{exchange.form}`; this rank expects {size} there",
+        hint="sizes given to one operation must agree between its members",
+    )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """In words."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def told(error: ManyhandsError, exchange: Exchange) -> ManyhandsError:
@@ -71,7 +105,7 @@ def told(error: ManyhandsError, exchange: Exchange) -> ManyhandsError:
     if isinstance(error, UsageError):
         return error
     ranks = exchange.waits_for()
-    waited = f", waiting for ranks {', '.join(map(str, ranks))}" if ranks else ""
+    waited = f", waiting for {name_ranks(ranks)}" if ranks else ""
     number = exchange.key.seq
     one = TeamFailed(f"`{exchange.form}` (number {number} of its group{waited}) failed: {error}")
     one.__cause__ = error

@@ -10,23 +10,23 @@ exchange moves them. Old and new names of an operation are both there: releases 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from manyhands.collectives.backend.arguments import (
-    check_alike,
-    check_number,
+    check_each,
     equal_chunks,
     only,
     operator_of,
+    place_of,
     split_chunks,
 )
 from manyhands.collectives.backend.buffers import Buffers
-from manyhands.collectives.backend.exchange import Exchange, Key, Wanted
-from manyhands.collectives.backend.member import Build, Member
+from manyhands.collectives.backend.exchange import Key, Wanted
+from manyhands.collectives.backend.member import Build, Make, Member
 from manyhands.collectives.backend.operations import Maker
 from manyhands.collectives.backend.session import Session
 from manyhands.collectives.backend.store import MeetingStore
@@ -42,7 +42,7 @@ def create_group(options: Any) -> ManyhandsGroup:  # noqa: ANN401  (torch's own 
     if not isinstance(store, MeetingStore) or not isinstance(store.owner, Session):
         raise SettingsError(
             'init_process_group("manyhands") was given no meeting point',
-            hint='pass init_method="hub://HOST:PORT/RUN", "amqps://..." or a join code; '
+            hint='pass init_method=os.environ["MANYHANDS_URL"], or a join code, or "amqps://..."; '
             "rank and world_size may come from the environment",
         )
     session = store.owner
@@ -59,10 +59,9 @@ class ManyhandsGroup(Member):
     # -- sums -----------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Promise:  # noqa: ANN401
-        operator = operator_of(opts)
-
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             flat = buffers.both(only(tensors, "all_reduce"))
+            operator = operator_of(opts, flat.dtype)
             return lambda: maker.all_reduce(flat, operator)
 
         return self._run(build, tensors, opts)
@@ -71,11 +70,12 @@ class ManyhandsGroup(Member):
         return self._all([self.allreduce([tensor], opts) for tensor in tensors], tensors)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Promise:  # noqa: ANN401
-        operator, root = operator_of(opts), int(opts.rootRank)
+        root = place_of(int(opts.rootRank), self.size())
 
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             tensor = only(tensors, "reduce")
             flat = buffers.both(tensor) if root == self._place else buffers.read(tensor)
+            operator = operator_of(opts, flat.dtype)
             return lambda: maker.reduce(flat, root, operator)
 
         return self._run(build, tensors, opts)
@@ -86,13 +86,11 @@ class ManyhandsGroup(Member):
         inputs: Sequence[Sequence[Tensor]],
         opts: Any = None,  # noqa: ANN401
     ) -> Promise:
-        operator = operator_of(opts)
-
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             out = buffers.write(only(outputs, "reduce_scatter"))
             chunks = [buffers.read(chunk) for chunk in only(inputs, "reduce_scatter")]
-            check_number("reduce_scatter", chunks, self.size())
-            check_alike("reduce_scatter", chunks, out, sizes=False)
+            operator = operator_of(opts, out.dtype)
+            check_each("reduce_scatter", chunks, self.size(), like=out, sizes=False)
             if out.numel() != chunks[self._place].numel():
                 raise UsageError(
                     f"reduce_scatter: an output of {out.numel()} values for a chunk of "
@@ -103,10 +101,9 @@ class ManyhandsGroup(Member):
         return self._run(build, outputs, opts)
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Promise:  # noqa: ANN401
-        operator = operator_of(opts)
-
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             out, flat = buffers.write(output), buffers.read(given)
+            operator = operator_of(opts, out.dtype)
             chunks = equal_chunks("reduce_scatter", flat, out, self.size())
             return lambda: maker.reduce_scatter(chunks, out, operator)
 
@@ -128,9 +125,9 @@ class ManyhandsGroup(Member):
     # -- transfers ------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Promise:  # noqa: ANN401
-        root = int(opts.rootRank)
+        root = place_of(int(opts.rootRank), self.size())
 
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             tensor = only(tensors, "broadcast")
             flat = buffers.read(tensor) if root == self._place else buffers.write(tensor)
             return lambda: maker.broadcast(flat, root)
@@ -143,17 +140,16 @@ class ManyhandsGroup(Member):
         inputs: Sequence[Tensor],
         opts: Any = None,  # noqa: ANN401
     ) -> Promise:
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             given = buffers.read(only(inputs, "all_gather"))
             outs = [buffers.write(out) for out in only(outputs, "all_gather")]
-            check_number("all_gather", outs, self.size())
-            check_alike("all_gather", outs, given)
+            check_each("all_gather", outs, self.size(), like=given)
             return lambda: maker.all_gather(outs, given)
 
         return self._run(build, outputs, opts)
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Promise:  # noqa: ANN401
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             flat, own = buffers.write(output), buffers.read(given)
             outs = equal_chunks("all_gather", flat, own, self.size())
             return lambda: maker.all_gather(outs, own)
@@ -192,14 +188,13 @@ class ManyhandsGroup(Member):
         inputs: Sequence[Tensor],
         opts: Any,  # noqa: ANN401
     ) -> Promise:
-        root = int(opts.rootRank)
+        root = place_of(int(opts.rootRank), self.size())
 
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             given = buffers.read(only(inputs, "gather"))
             outs = [buffers.write(out) for group in outputs for out in group]
             if root == self._place:
-                check_number("gather", outs, self.size())
-                check_alike("gather", outs, given)
+                check_each("gather", outs, self.size(), like=given)
             return lambda: maker.gather(outs, given, root)
 
         return self._run(build, outputs, opts)
@@ -210,14 +205,13 @@ class ManyhandsGroup(Member):
         inputs: Sequence[Sequence[Tensor]],
         opts: Any,  # noqa: ANN401
     ) -> Promise:
-        root = int(opts.rootRank)
+        root = place_of(int(opts.rootRank), self.size())
 
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             out = buffers.write(only(outputs, "scatter"))
             chunks = [buffers.read(chunk) for group in inputs for chunk in group]
             if root == self._place:
-                check_number("scatter", chunks, self.size())
-                check_alike("scatter", chunks, out)
+                check_each("scatter", chunks, self.size(), like=out)
             return lambda: maker.scatter(out, chunks, root)
 
         return self._run(build, outputs, opts)
@@ -228,7 +222,7 @@ class ManyhandsGroup(Member):
         inputs: Sequence[Tensor],
         opts: Any = None,  # noqa: ANN401
     ) -> Promise:
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             chunks = [buffers.read(chunk) for chunk in inputs]
             outs = [buffers.write(out) for out in outputs]
             self._check_crossing(outs, chunks)
@@ -244,7 +238,7 @@ class ManyhandsGroup(Member):
         input_splits: Sequence[int],
         opts: Any = None,  # noqa: ANN401
     ) -> Promise:
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             flat_out, flat_in = buffers.write(output), buffers.read(given)
             outs = split_chunks("output", output, flat_out, output_splits, self.size())
             chunks = split_chunks("input", given, flat_in, input_splits, self.size())
@@ -256,11 +250,9 @@ class ManyhandsGroup(Member):
     all_to_all_single = alltoall_base
 
     def _check_crossing(self, outs: Sequence[Tensor], chunks: Sequence[Tensor]) -> None:
-        check_number("all_to_all outputs", outs, self.size())
-        check_number("all_to_all inputs", chunks, self.size())
+        check_each("all_to_all inputs", chunks, self.size(), sizes=False)
         own = chunks[self._place]
-        check_alike("all_to_all inputs", chunks, own, sizes=False)
-        check_alike("all_to_all outputs", outs, own, sizes=False)
+        check_each("all_to_all outputs", outs, self.size(), like=own, sizes=False)
         if outs[self._place].numel() != own.numel():
             raise UsageError(
                 f"all_to_all: this rank gives itself {own.numel()} values and takes "
@@ -269,7 +261,7 @@ class ManyhandsGroup(Member):
             )
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Promise:
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             flat = buffers.read(only(tensors, "send"))
             return lambda: maker.send(flat, to)
 
@@ -280,7 +272,7 @@ class ManyhandsGroup(Member):
         return self._run(self._receiving(tensors, sender), tensors, stream=stream)
 
     def _receiving(self, tensors: Sequence[Tensor], sender: int) -> Build:
-        def build(maker: Maker, buffers: Buffers) -> Callable[[], Exchange]:
+        def build(maker: Maker, buffers: Buffers) -> Make:
             flat = buffers.write(only(tensors, "recv"))
             return lambda: maker.receive(flat, sender)
 

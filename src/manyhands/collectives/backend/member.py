@@ -18,15 +18,19 @@ from torch import Tensor
 from torch._C import Future as _Future
 from torch.futures import Future, collect_all  # pyright: ignore[reportUnknownVariableType]
 
-from manyhands.collectives.backend.arguments import timeout_of
+from manyhands.collectives.backend.arguments import place_of, timeout_of
 from manyhands.collectives.backend.buffers import Buffers
 from manyhands.collectives.backend.exchange import Exchange, Key
 from manyhands.collectives.backend.operations import Maker
 from manyhands.collectives.backend.session import Session
 from manyhands.collectives.backend.work import Promise, Sequel, current_sequel
 
-Build = Callable[[Maker, Buffers], Callable[[], Exchange]]
-"""Says which tensors are read and written, and returns what makes the exchange of them."""
+Make = Callable[[], Exchange]
+Build = Callable[[Maker, Buffers], Make]
+"""Says which tensors are read and written, and returns what makes the exchange of them.
+
+It raises what is wrong with them: only an operation that was built has a number in its stream.
+"""
 
 
 class Member(dist.ProcessGroup):
@@ -44,8 +48,9 @@ class Member(dist.ProcessGroup):
         self._maker = Maker(self._ranks, self._place, team.pool, team.link.terms.part_bytes)
         self._lock = threading.Lock()
         self._next: dict[int, int] = {}  # the number of the next operation of a stream
-        # torch gives the name of a destroyed group to a new one; what is said in it must not mix.
-        self._life = f"{name} {session.count(name)}"
+        # Not by torch's name for it: a process whose first `init_process_group` failed counts its
+        # groups differently from then on, and names of destroyed groups are given again.
+        self._life = f"{self._ranks} {session.count(self._ranks)}"
         self._stream = _stream_of(self._life)
 
     # -- what torch asks of a group -------------------------------------------------------------
@@ -229,6 +234,7 @@ class Member(dist.ProcessGroup):
 
     def _pair(self, sender: int, receiver: int, tag: int) -> int:
         """Messages of one pair and tag are numbered apart: their order is theirs alone."""
+        sender, receiver = place_of(sender, self.size()), place_of(receiver, self.size())
         return _stream_of(f"{self._life} {sender}>{receiver} {tag}")
 
 

@@ -46,7 +46,9 @@ class Maker:
 
         `wire` names the codec of contributions and sums; sums and means may have a lossy one.
         """
-        made = self._new("all_reduce", flat, f"{operator.value} {wire}")
+        made = self._new(
+            "all_reduce", flat, operator.value if wire == "fp32" else f"{operator.value} as {wire}"
+        )
         arithmetic = arithmetic_for(operator, flat.dtype)
         num = len(self.members)
         if num == 1 or flat.numel() == 0:

@@ -20,6 +20,7 @@ def register() -> None:
 
     if not dist.is_available() or hasattr(dist.Backend, _NAME.upper()):
         return
+    from torch.distributed import distributed_c10d as c10d
     from torch.distributed.rendezvous import (
         register_rendezvous_handler,  # pyright: ignore[reportUnknownVariableType]
     )
@@ -29,6 +30,10 @@ def register() -> None:
     backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     for scheme in _SCHEMES:
         add_scheme(scheme, _meet)
+    # From 2.15 on torch hooks a recorder into the backends inside a group. A group of ours has
+    # none inside, so it must count as one that keeps records itself.
+    self_recording: Any = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]())
+    self_recording.add(_NAME)
 
 
 def _meet(
@@ -36,9 +41,12 @@ def _meet(
 ) -> Iterator[tuple[Any, int, int]]:
     """A rendezvous: everybody dials out to the meeting point."""
     from manyhands.collectives.backend.session import open_session
+    from manyhands.core.address import redact
 
-    if "://" not in url and not url.startswith("mh1-"):
-        raise RuntimeError(f"init_method {url!r} is neither a URL nor a join code of manyhands")
+    url = url.replace('"', "").replace("'", "")  # a shell or a form may have left them on
+    if not ("://" in url or url.startswith(("mh1-", "local:/"))):  # torch makes /// one slash
+        given = redact(url.partition("?")[0])
+        raise RuntimeError(f"init_method {given!r} is neither a URL nor a join code of manyhands")
     from torch.distributed.constants import default_pg_timeout
 
     session = open_session(url, timeout or default_pg_timeout)

@@ -8,18 +8,22 @@ be known to at least one of them.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manyhands.collectives.backend import messages as words
+from manyhands.collectives.backend.failure import name_ranks
 from manyhands.core.errors import LinkTimeout, PeerGone, Refused, UsageError, WireError
 from manyhands.core.peers import PeerId, PeerState, View
 from manyhands.links.base import Delivery, Link
 from manyhands.links.messages import Ready
 
 log = logging.getLogger(__name__)
-_REPORT_S = 15.0  # how often a peer says for whom it waits
+_HINT = "all of a group give one world_size and ranks of their own; another group, another run"
+_REPORT_S = 5.0  # how often a peer says for whom it waits
+_REFUSAL_S = 1.0  # how long a refusal waits for those who have yet to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class _Table:
     lead: PeerId | None = None
     told_cut: object = None
     hellos: dict[int, words.Hello] = field(default_factory=dict[int, words.Hello])
+    refusal_s: float = math.inf  # when to say what is wrong, come who may
 
     def see(self, view: View) -> None:
         self.view = view
@@ -107,6 +112,18 @@ class _Table:
         order = [peer.incarnation for peer in self.view.peers(PeerState.ACTIVE)]
         return assign(order, self.hellos)
 
+    def has_to_wait(self, now_s: float) -> bool:
+        """Something is wrong: whether to wait for more peers before it is said.
+
+        Those who come after it was said, and whoever knew has gone, wait for them in vain.
+        """
+        worlds = [hello.world for hello in self.hellos.values() if hello.world is not None]
+        if len(self.hellos) >= min(worlds):
+            return False
+        if self.refusal_s == math.inf:
+            self.refusal_s = now_s + _REFUSAL_S
+        return now_s < self.refusal_s
+
     def missing(self) -> str:
         """Who is waited for: as the leader has heard, as the others see by names."""
         if self.lead is not None and self.lead == self.link.me:
@@ -117,10 +134,10 @@ class _Table:
             here = self.view.peers(PeerState.ACTIVE) if self.view is not None else ()
             ranks = [rank_of(peer.name) for peer in here]
         if world is None:
-            return "peer that knows world_size: none of those that have come does"
-        absent = [str(rank) for rank in range(world) if rank not in ranks]
+            return "peer that knows world_size"
+        absent = [rank for rank in range(world) if rank not in ranks]
         if absent and None not in ranks:
-            return f"rank {', '.join(absent)}"
+            return name_ranks(absent)
         if len(ranks) < world:
             return f"{world - len(ranks)} more of {world} peers"
         return f"word from {self.lead or 'the first peer'}, which seats the members"
@@ -137,27 +154,31 @@ def take_seat(link: Link, rank: int | None, world: int | None, timeout_s: float)
     while True:
         now_s = time.monotonic()
         if now_s > deadline:
-            raise LinkTimeout(table.missing(), timeout_s, hint="are they started, with this URL?")
+            hint = "are they started, with this URL and run? does one of them give world_size?"
+            raise LinkTimeout(table.missing(), timeout_s, hint=hint)
         if now_s > report_s:
             report_s = now_s + _REPORT_S
             log.warning("waiting for %s", table.missing())
-        try:
-            event = link.receive(min(deadline, report_s) - now_s + 0.01)
-        except LinkTimeout:
-            continue
         members: tuple[int, ...] | None = None
+        try:
+            event = link.receive(min(deadline, report_s, table.refusal_s) - now_s + 0.01)
+        except LinkTimeout:
+            event = None
         match event:
             case View():
                 table.see(event)
             case Delivery():
                 members = _heard(table, event)
             case _:
-                continue
+                pass
         decided = table.decide()
         if isinstance(decided, str):
+            if table.has_to_wait(time.monotonic()):
+                continue
             link.send(None, words.encode(words.Refusal(decided)))
             link.flush(5.0)
-            raise Refused("seats", decided)
+            raise Refused("seats", decided, hint=_HINT)
+        table.refusal_s = math.inf  # or whoever was wrong has gone
         if decided is not None:
             link.send(None, words.encode(words.Seats(decided)))
             members = decided
@@ -176,7 +197,7 @@ def _heard(table: _Table, delivery: Delivery) -> tuple[int, ...] | None:
         case words.Seats() if delivery.sender == table.lead:
             return word.members
         case words.Refusal():
-            raise Refused("seats", word.reason)
+            raise Refused("seats", word.reason, hint=_HINT)
         case _:
             pass
     return None
@@ -186,7 +207,7 @@ def _seated(table: _Table, members: tuple[int, ...]) -> Seating:
     assert table.view is not None
     names = {m.peer.incarnation: m.peer for m in table.view.roster}
     if table.link.me.incarnation not in members:
-        raise Refused("seats", f"all {len(members)} ranks are taken")
+        raise Refused("seats", f"all {len(members)} ranks are taken", hint=_HINT)
     if any(member not in names for member in members):
         raise Refused("seats", "a member left while the ranks were given out")
     return Seating(tuple(names[member] for member in members), table.view)

@@ -16,7 +16,7 @@ from manyhands.collectives.backend.seats import name_of, take_seat
 from manyhands.collectives.backend.store import Clerk, Keeper, MeetingStore
 from manyhands.collectives.backend.team import Team
 from manyhands.collectives.backend.work import Completer
-from manyhands.core.errors import AddressError, Refused, SettingsError
+from manyhands.core.errors import AddressError, Excluded, Refused, SettingsError
 from manyhands.core.peers import PeerId
 from manyhands.core.settings import MeetingPoint, find_meeting_point
 from manyhands.links.base import Link, LinkSettings, dial, new_peer
@@ -46,12 +46,19 @@ class Session:
         if point.address.run is None:
             raise AddressError(
                 f"{point.address} names no run",
-                hint="add it to the address, or set MANYHANDS_RUN",
+                hint="add ?run=NAME to it, or set MANYHANDS_RUN",
             )
         placement = Placement()
         link = _dial(point, placement)
         try:
             seating = take_seat(link, rank, world, timeout_s)
+        except Excluded as excluded:
+            link.close()
+            raise Refused(
+                "seats",
+                f"this process is out of run {point.address.run!r}: {excluded.reason}",
+                hint="give each process a rank of its own, and each group a run of its own",
+            ) from None
         except BaseException:
             link.close()
             raise
@@ -64,7 +71,7 @@ class Session:
         self.store = MeetingStore(self.clerk, timeout_s, self)
         self.completer = Completer(str(link.me))
         self.world_group: object = None  # the process group of everybody, once there is one
-        self._num_groups: dict[str, int] = {}
+        self._num_groups: dict[tuple[int, ...], int] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -79,11 +86,11 @@ class Session:
                 self._streams[device] = torch.cuda.Stream(device)
             return self._streams[device]
 
-    def count(self, name: str) -> int:
-        """How many groups of this name there have been: the same number on all its members."""
+    def count(self, ranks: tuple[int, ...]) -> int:
+        """How many groups of these ranks there have been: the same number on all of them."""
         with self._lock:
-            self._num_groups[name] = self._num_groups.get(name, 0) + 1
-            return self._num_groups[name]
+            self._num_groups[ranks] = self._num_groups.get(ranks, 0) + 1
+            return self._num_groups[ranks]
 
     def close(self) -> None:
         """Leave the run. Idempotent."""

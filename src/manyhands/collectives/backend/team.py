@@ -15,23 +15,27 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from manyhands.collectives.backend import messages as words
+from manyhands.collectives.backend.dispatch import Dispatch
+from manyhands.collectives.backend.early import Arrival, Early
 from manyhands.collectives.backend.exchange import (
     GIVEN,
     Exchange,
     Key,
-    Outgoing,
     Wanted,
 )
 from manyhands.collectives.backend.failure import (
     GaveUp,
     TeamFailed,
+    disagreement,
     judge_parted,
     judge_time,
     judge_view,
+    name_ranks,
+    surplus,
     told,
 )
 from manyhands.collectives.courier import Courier, Letter
@@ -53,14 +57,8 @@ log = logging.getLogger(__name__)
 AHEAD_BYTES = 64 << 20  # what all others together may make a slow member hold
 _STALL_S = 60.0  # an operation that waits this long is reported, once
 _TICK_S = 1.0  # how often deadlines are looked at
-_MAX_SHOWN = 4096  # operations that others wait in and this member has yet to start
 _PARTING_S = 10.0  # for what is still on its way when a member leaves
-
-
-class _Early(NamedTuple):
-    sender: int
-    piece: words.Piece
-    block: Block
+_LAST_S = 1.0  # for the others to leave first
 
 
 class _Placed(NamedTuple):
@@ -89,11 +87,11 @@ class Team:
         # Held while contributions are added up and results put in place, and taken before `_lock`:
         # whoever needs only the books must not wait for arithmetic.
         self._adding = threading.Lock()
-        self._lock = threading.RLock()  # guards everything below
+        # Guards everything below, and what an exchange expects: that changes under both.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # the view
         self._running: dict[Key, Exchange] = {}
-        self._early: dict[Key, list[_Early]] = {}
-        self._shown_early: dict[Key, set[int]] = {}
-        self._held: list[tuple[Exchange, Outgoing]] = []
+        self._early = Early()
         self._placed: dict[tuple[int, bytes], _Placed] = {}
         self._accounts = Accounts(len(self.roster), AHEAD_BYTES)
         self._parted: set[int] = set()
@@ -102,6 +100,7 @@ class Team:
         self._closing = False
         self._any: list[Wanted] = []
         self._courier = Courier(link, self._fail)
+        self._dispatch = Dispatch(self.roster, self._courier, self._accounts.sending, self._settled)
         self._reader: threading.Thread | None = None
         self._looked_s = 0.0  # at the deadlines
 
@@ -122,28 +121,27 @@ class Team:
         exchange.key, exchange.done = key, done
         exchange.started_s = time.monotonic()
         exchange.deadline_s = exchange.started_s + timeout_s
-        with self._lock:
-            if self._error is not None:
-                done(told(self._error, exchange))
-                return
-            self._running[key] = exchange
-            came_early = self._early.pop(key, [])
-            exchange.shown = self._shown_early.pop(key, set())
-            exchange.shown.update(early.sender for early in came_early)
-            for outgoing in exchange.outgoing:
-                exchange.unsettled += not outgoing.settled
-                self._push(exchange, outgoing)
+        came_early: Sequence[Arrival] = ()
         try:
-            with self._adding:
-                for early in came_early:
-                    self._use(exchange, early.sender, early.piece, early.block)
             with self._lock:
+                failed = self._error
+                if failed is None:
+                    self._running[key] = exchange
+                    # While nothing has left: later, it may be the last that they needed.
+                    self._check_parted(exchange, exchange.readers())
+                    came_early, exchange.shown = self._early.take(key)
+                    self._dispatch.add(exchange, exchange.outgoing)
+            if failed is not None:
+                return done(told(failed, exchange))
+            self._use_early(exchange, came_early)
+            with self._lock:
+                exchange.starting = False
                 if self._running.get(key) is exchange:
-                    self._check_parted(exchange)
+                    self._check_parted(exchange, exchange.waits_for())
                     self._say_here(exchange)
                     self._check_done(exchange)
         except ManyhandsError as error:
-            self._fail(error)
+            return self._fail(error)
 
     def send(self, rank: int, word: words.Word, buffers: Sequence[memoryview] = ()) -> None:
         """A word to one member, for whoever shares this team's link."""
@@ -151,84 +149,32 @@ class Team:
 
     def on_any(self, wanted: Wanted) -> None:
         """Have it take the first data that comes, or has come already."""
-        with self._lock:
-            error = self._error
-            if error is None:
-                if any(wanted.take(key) for key in list(self._early)):
-                    return
-                self._any.append(wanted)
-                for key, rank in wanted.keys().items():
-                    if self._accounts.receiving[rank].full:
-                        self.send(rank, words.Here(*key))
-                try:
+        try:
+            with self._lock:
+                failed = self._error
+                if failed is None:
+                    if any(wanted.take(key) for key in self._early.waiting()):
+                        return
+                    self._any.append(wanted)
+                    for key, rank in wanted.keys().items():
+                        if self._accounts.receiving[rank].full:
+                            self.send(rank, words.Here(*key))
                     self._check_waiting()
-                except ManyhandsError as came:
-                    error = came
-        if error is not None and self._error is None:
-            self._fail(error)
-        elif error is not None:
-            wanted.fail(error)
+            if failed is not None:
+                wanted.fail(failed)
+        except ManyhandsError as error:
+            self._fail(error)  # or somebody else has: whoever is first, fails `wanted` too
 
     # -- sending --------------------------------------------------------------------------------
 
-    def _push(self, exchange: Exchange, outgoing: Outgoing) -> None:
-        """Send now, or hold it back until its readers have use for it."""
-        ready = [self._may_send(exchange, place) for place in self._readers(exchange, outgoing)]
-        if all(ready):
-            self._post(exchange, outgoing)
-        else:
-            self._held.append((exchange, outgoing))
-
-    def _readers(self, exchange: Exchange, outgoing: Outgoing) -> list[int]:
-        if outgoing.to is not None:
-            return [outgoing.to]
-        return [place for place in range(len(exchange.members)) if place != exchange.me]
-
-    def _may_send(self, exchange: Exchange, place: int) -> bool:
-        rank = exchange.members[place]
-        return rank in exchange.shown or self._accounts.sending[rank].may_send()
-
     def _push_held(self) -> None:
-        if self._held:
-            held, self._held = self._held, []
-            for exchange, outgoing in held:
-                self._push(exchange, outgoing)
-            for exchange in dict.fromkeys(exchange for exchange, _ in held):
-                self._check_done(exchange)  # nothing else may be left to tell it
+        for exchange in self._dispatch.push_held():
+            self._check_done(exchange)  # nothing else may be left to tell it
 
-    def _post(self, exchange: Exchange, outgoing: Outgoing) -> None:
-        readers = self._readers(exchange, outgoing)
-        for place in readers:
-            self._accounts.sending[exchange.members[place]].sent += outgoing.num_bytes
-        word = words.Piece(*exchange.key, exchange.form, outgoing.step, outgoing.k)
-        message = words.encode(word)
-        urgent = outgoing.step != GIVEN
-        # The meeting point copies to all of a run; to some of them, each is written to.
-        to_all = outgoing.to is None and len(exchange.members) == len(self.roster)
-        addresses = [None] if to_all else [self.roster[exchange.members[p]] for p in readers]
-        left = len(addresses)
-        prepared: list[memoryview] = []
-
-        def buffers() -> Sequence[memoryview]:
-            if not prepared:
-                prepared.append(outgoing.prepare())
-            return prepared
-
-        def sent() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                if outgoing.release is not None:
-                    outgoing.release()
-                if not outgoing.settled:
-                    with self._lock:
-                        exchange.unsettled -= 1
-                        self._check_done(exchange)
-
-        confirm = sent if outgoing.release is not None or not outgoing.settled else None
-        for address in addresses:
-            letter = Letter(address, message, buffers, confirm, hurry=not outgoing.settled)
-            self._courier.post(letter, urgent=urgent)
+    def _settled(self, exchange: Exchange) -> None:
+        with self._lock:
+            exchange.unsettled -= 1
+            self._check_done(exchange)
 
     def _say_here(self, exchange: Exchange) -> None:
         for rank in exchange.waits_for():
@@ -311,10 +257,7 @@ class Team:
                     key = Key(word.stream, word.seq)
                     exchange = self._running.get(key)
                     if exchange is None:
-                        self._shown_early.setdefault(key, set()).add(rank)
-                        # Some come too late, when their operation is done: nobody asks for those.
-                        if len(self._shown_early) > _MAX_SHOWN:
-                            del self._shown_early[next(iter(self._shown_early))]
+                        self._early.show(key, rank)
                     else:
                         exchange.shown.add(rank)
                         self._push_held()
@@ -362,12 +305,12 @@ class Team:
             self._use(exchange, rank, piece, block)
 
     def _keep_early(self, rank: int, key: Key, placed: _Placed) -> None:
-        """Its operation has not started here."""
+        """Its operation has not started here, or has ended."""
         if placed.block is None:
             raise TeamFailed(
                 f"rank {rank} sent piece {placed.piece.k} of `{placed.piece.form}` twice"
             )
-        self._early.setdefault(key, []).append(_Early(rank, placed.piece, placed.block))
+        self._early.keep(key, Arrival(rank, placed.piece, placed.block))
         self._match_any(key)
         if self._accounts.receiving[rank].full:
             for waiting in self._running.values():
@@ -384,53 +327,55 @@ class Team:
                 self._any.remove(wanted)
                 return
 
+    def _use_early(self, exchange: Exchange, came: Sequence[Arrival]) -> None:
+        for arrival in came:
+            with self._adding:
+                with self._lock:
+                    if self._running.get(exchange.key) is not exchange:
+                        return  # the team has failed, and the memory is its owner's again
+                self._use(exchange, *arrival)
+
     def _use(self, exchange: Exchange, rank: int, piece: words.Piece, block: Block | None) -> None:
         """Put a piece to use: a block, or (None) what has been received in its place.
 
-        Under `_adding`, which alone changes what an exchange expects.
+        Under `_adding`, of an exchange that runs.
         """
         if piece.form != exchange.form:
-            raise TeamFailed(
-                f"rank {rank} ({self.roster[rank]}) runs `{piece.form}` where this rank runs "
-                f"`{exchange.form}`",
-                hint="all members of a group must call the same operations in the same order",
-            )
+            raise disagreement(exchange, rank, self.roster[rank], piece.form)
         place = exchange.members.index(rank)
+        spot = (place, piece.step, piece.k)
         owned = exchange.owned.get(piece.k) if piece.step == GIVEN else None
-        results: Sequence[Outgoing] = ()
+        complete, results = False, ()
         if owned is not None and block is not None and len(block.view) == owned.num_bytes:
             num_bytes = owned.num_bytes
-            if owned.offer(place, block, self.pool):
-                results = owned.finish()
-                del exchange.owned[piece.k]
+            complete = owned.offer(place, block, self.pool)
+            results = owned.finish() if complete else ()
         else:
-            target = exchange.targets.get((place, piece.step, piece.k))
+            target = exchange.targets.get(spot)
             if target is None or (block and len(block.view) != target.num_bytes):
-                size = "no bytes" if target is None else f"{target.num_bytes} bytes"
-                raise TeamFailed(
-                    f"rank {rank} ({self.roster[rank]}) sent piece {piece.k} of "
-                    f"`{exchange.form}`; this rank expects {size} there",
-                    hint="sizes given to one operation must agree between its members",
-                )
+                raise surplus(exchange, rank, self.roster[rank], piece.k, target)
             num_bytes = target.num_bytes
             target.fill(block)
             if block is not None:
                 self.pool.give(block)
-            del exchange.targets[place, piece.step, piece.k]
         with self._lock:
+            # Together with its results' leaving: without it the exchange may count as done.
+            if complete:
+                del exchange.owned[piece.k]
+            else:
+                exchange.targets.pop(spot, None)
             told = self._accounts.receiving[rank].use(num_bytes)
             if told is not None:
                 self.send(rank, words.Taken(told))
-            for outgoing in results:
-                exchange.unsettled += not outgoing.settled
-                self._push(exchange, outgoing)
+            self._dispatch.add(exchange, results)
             self._check_done(exchange)
 
     def _check_done(self, exchange: Exchange) -> None:
         if exchange.arrived and not exchange.unsettled and self._running.get(exchange.key):
-            if any(held is exchange for held, _ in self._held):
+            if self._dispatch.holds(exchange):
                 return
             del self._running[exchange.key]
+            self._early.finish(exchange.key)
             for act in exchange.last:
                 act()
             exchange.done(None)
@@ -440,22 +385,29 @@ class Team:
     def _see(self, view: View) -> None:
         with self._lock:
             before, self._view = self._view, view
+            self._changed.notify_all()
             error = judge_view(self.roster, self._parted, before, view)
         if error is not None:
             raise error
 
     def _check_waiting(self) -> None:
-        """Whoever said goodbye sends nothing more: does anybody here wait for it?"""
+        """Whoever said goodbye sends and takes nothing more: does anybody here wait for it?
+
+        Data that has left for it is not waited for: it may have been the last that it needed.
+        """
         for exchange in self._running.values():
-            self._check_parted(exchange)
+            if not exchange.starting:
+                self._check_parted(exchange, exchange.waits_for())
+        for exchange, readers in self._dispatch.waiting():
+            self._check_parted(exchange, readers)
         for wanted in self._any:
             senders = set(wanted.keys().values())
             if senders <= self._parted:
                 names = ", ".join(f"rank {rank}" for rank in sorted(senders))
                 raise TeamFailed(f"`recv` from any rank: all others ({names}) left the group")
 
-    def _check_parted(self, exchange: Exchange) -> None:
-        error = judge_parted(exchange, self.roster, self._parted)
+    def _check_parted(self, exchange: Exchange, needed: Iterable[int]) -> None:
+        error = judge_parted(exchange, needed, self.roster, self._parted)
         if error is not None:
             raise error
 
@@ -473,10 +425,8 @@ class Team:
                     raise error
                 if not exchange.reported and now_s - exchange.started_s > _STALL_S:
                     exchange.reported = True
-                    log.warning(
-                        "`%s` (number %d of its group) has waited %.0f s for ranks %s",
-                        *(exchange.form, exchange.key.seq, _STALL_S, exchange.waits_for()),
-                    )
+                    who = name_ranks(exchange.waits_for())
+                    log.warning("`%s` has waited %.0f s for %s", exchange.form, _STALL_S, who)
 
     def _fail(self, error: ManyhandsError) -> None:
         """Nothing works from here on. Tells the others why, closes the link, then tells us."""
@@ -489,13 +439,14 @@ class Team:
             isinstance(error, TeamFailed) or not isinstance(error, LinkError)
         ):
             with contextlib.suppress(ManyhandsError):
-                self.link.send(None, words.encode(words.Failed(str(error)[:1000])), timeout_s=1.0)
+                reason = str(error).replace("this rank", f"rank {self.rank}")[:1000]
+                self.link.send(None, words.encode(words.Failed(reason)), timeout_s=1.0)
                 self.link.flush(1.0)
         self.link.close()
         with self._adding, self._lock:  # what is being written into is not given back before
             running, self._running = list(self._running.values()), {}
             self._early.clear()
-            self._held.clear()
+            self._dispatch.clear()
             wanted, self._any = self._any, []
         self._other_words(self.rank, words.Failed(str(error)[:1000]), ())
         for exchange in running:
@@ -510,12 +461,30 @@ class Team:
             failed = self._error is not None
         if first and not failed:
             self._courier.post(Letter(None, words.encode(words.Goodbye())))
-            self._courier.drain(_PARTING_S)
-            with contextlib.suppress(ManyhandsError):
-                self.link.tell(Leaving())
-                self.link.tell(Gone(self._view.cut))
-                self.link.flush(1.0)
+            if self._courier.drain(_PARTING_S, self._is_answered):
+                self._see_others_off()
+                with contextlib.suppress(ManyhandsError):
+                    self.link.tell(Leaving())
+                    self.link.tell(Gone(self._view.cut))
+                    self.link.flush(1.0)
         self.link.close()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
         self._courier.close()
+
+    def _is_answered(self) -> bool:
+        """Whether the meeting point has shown lately that it is there."""
+        silence_s = time.monotonic() - self.link.lease_start_s()
+        return silence_s < self.link.terms.lease_s / 2
+
+    def _see_others_off(self) -> None:
+        """The first member leaves last, unless the others stay: a broker's last peer cleans up.
+
+        Whoever came next would find a run there, and wait a lease for its members to come back.
+        """
+        with self._lock:
+            self._changed.wait_for(self._others_are_off, _LAST_S)
+
+    def _others_are_off(self) -> bool:
+        here = [m.peer for m in self._view.roster if m.peer.incarnation in self._ranks]
+        return self._error is not None or here[:1] != [self.link.me] or len(here) == 1

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands.collectives.backend import messages as words
+from manyhands.collectives.backend.exchange import RESULT
+from manyhands.collectives.courier import Courier
 from tests.collectives.backend.programs.training import batch_of, loss_of, make_model
 from tests.collectives.backend.programs.values import reduce_scatter_single
 
@@ -84,13 +87,23 @@ def error_of(call) -> str:
     return ""
 
 
-def train_until_error(victim: int, at_step: int) -> dict[str, object]:
-    """DDP; `victim` dies between the buckets of one backward pass."""
+def train_until_error(
+    victim: int, at_step: int, late_s: float = 0.0, *, agreed: bool = True
+) -> dict[str, object]:
+    """DDP; `victim` dies between the buckets of one backward pass.
+
+    The sums it made in the step before leave `late_s` later. `agreed`: it does not die before the
+    others have ended that step.
+    """
     rank = dist.get_rank()
     model = make_model()
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.06)
     for step in range(100):
         inputs, labels = batch_of(rank, step)
+        if rank == victim and step == at_step - 1 and late_s:
+            send_sums_late(late_s)
+        if step == at_step and agreed:
+            agree_with(victim)
         if rank == victim and step == at_step:
             model[2].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         start_s = time.monotonic()
@@ -100,6 +113,32 @@ def train_until_error(victim: int, at_step: int) -> dict[str, object]:
             took_s = time.monotonic() - start_s
             return {"step": step, "error": str(error), "took_s": took_s}
     raise AssertionError("no step failed")
+
+
+def send_sums_late(seconds: float) -> None:
+    """From here on, as a machine does whose sending thread is not given its turn."""
+    carry = Courier._carry
+
+    def carry_late(courier, letter, buffers) -> None:
+        word = words.decode(letter.message)
+        if isinstance(word, words.Piece) and word.step == RESULT:
+            copies = [bytes(buffer) for buffer in buffers]
+            threading.Timer(seconds, carry, (courier, letter, copies)).start()
+        else:
+            carry(courier, letter, buffers)
+
+    Courier._carry = carry_late
+
+
+def agree_with(victim: int) -> None:
+    """It learns that the others are here."""
+    rank = dist.get_rank()
+    if rank != victim:
+        dist.send(torch.ones(1), victim)
+        return
+    for other in range(dist.get_world_size()):
+        if other != rank:
+            dist.recv(torch.empty(1), other)
 
 
 def train_with_a_hook_until_error(victim: int) -> dict[str, object]:
@@ -161,11 +200,38 @@ def differ(what: str) -> str:
                 dist.barrier(),
             )
         )
+    if what in ("roots", "large roots"):
+        size = 5 if what == "roots" else 100_000
+        # Each gives to the other and takes from nobody: only what comes too much shows it.
+        return error_of(lambda: (dist.broadcast(torch.ones(size), rank), dist.barrier()))
     if what == "pair sizes":
         if rank == 0:
             return error_of(lambda: (dist.send(torch.ones(5), 1), dist.barrier()))
         return error_of(lambda: dist.recv(torch.ones(6), 0))
     raise AssertionError(what)
+
+
+def mistake_of_one() -> None:
+    """A call that is refused here takes no number: the right one that follows meets the others'."""
+    num = dist.get_world_size()
+    if dist.get_rank() == 0:
+        wrong, out = torch.ones(num, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+        for call in (
+            lambda: dist.all_reduce(wrong, dist.ReduceOp.AVG),
+            lambda: dist.reduce(wrong, 0, dist.ReduceOp.AVG),
+            lambda: reduce_scatter_single(out, wrong, dist.ReduceOp.AVG),
+            lambda: dist.reduce_scatter(out, list(wrong.split(1)), dist.ReduceOp.AVG),
+        ):
+            assert "is not defined" in error_of(call)
+        for call in (
+            lambda: dist.send(out, num + 4),
+            lambda: dist.recv(out, num + 4),
+            lambda: dist.broadcast(out, num + 4),
+        ):
+            assert error_of(call), "a rank that there is not"
+    right = torch.ones(3)
+    dist.all_reduce(right)
+    assert (right == num).all()
 
 
 def late(seconds: float) -> str:

@@ -163,6 +163,12 @@ def nothing_is_kept() -> dict[str, int]:
             dist.all_reduce(every_size, group=group)
     dist.barrier()
     team = dist.distributed_c10d._get_default_group()._session.team
-    books = ("_running", "_early", "_held", "_placed", "_any")
     dist.barrier()
-    return {name: len(getattr(team, name)) for name in books if len(getattr(team, name))}
+    books = {
+        "running": team._running,
+        "early": team._early.waiting(),
+        "held": list(team._dispatch.waiting()),
+        "placed": team._placed,
+        "any": team._any,
+    }
+    return {name: len(book) for name, book in books.items() if book}
