@@ -20,7 +20,7 @@ from manyhands._version import __version__
 from manyhands.doctor.report import Finding, Outcome, ok, problem, warning
 
 MIN_PYTHON = (3, 11)
-TESTED_TORCH = ("2.11", "2.13")
+TESTED_TORCH = ("2.11", "2.13", "2.15")
 MIN_OPEN_FILES = 1024
 MIN_DISK_BYTES = 1 << 30
 RELEASED_S = 1767225600  # 2026-01-01: no right clock shows a time before this program was written
@@ -166,7 +166,7 @@ def judge_torch(said: dict[str, object]) -> tuple[Finding, ...]:
     if any(f"{version}.".startswith(f"{tested}.") for tested in TESTED_TORCH):
         torch = ok("torch", version, version=version, cuda_build=said["cuda_build"])
     else:
-        tested = " and ".join(TESTED_TORCH)
+        tested = ", ".join(TESTED_TORCH)
         remedy = f"it may well work; what is tested is {tested}: pip install 'torch==2.13.*'"
         torch = warning("torch", f"{version} is not tested", remedy, version=version)
     devices = cast("list[dict[str, object]]", said["devices"])
