@@ -27,8 +27,9 @@ from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View, ViewNumber
 from manyhands.links.amqp import login_of, open_amqp
 from manyhands.links.amqp.channel import AmqpChannel
 from manyhands.links.amqp.inbox import Inbox
-from manyhands.links.amqp.line import Deaf
-from manyhands.links.amqp.names import Names
+from manyhands.links.amqp.line import Deaf, Line
+from manyhands.links.amqp.login import run_errand
+from manyhands.links.amqp.names import BEGUN, Names, declare_control, declare_exchange
 from manyhands.links.amqp.out import Out
 from manyhands.links.base import LinkSettings, new_peer, open_link
 from manyhands.links.messages import (
@@ -160,16 +161,57 @@ class TestArbiter:
             for what in ("list_queues", "list_exchanges"):
                 assert meeting.run not in broker.ctl(what, "name")
 
-    def test_a_run_whose_peers_all_died_waits_before_it_starts_afresh(self, broker):
+    @pytest.mark.parametrize("restarts", [False, True])
+    def test_a_run_whose_peers_all_died_waits_before_it_starts_afresh(
+        self, fresh_broker, restarts, caplog
+    ):
         """Some of them might only be cut off; a newcomer must not found the run anew at once."""
+        broker = fresh_broker()
         with AmqpMeeting(broker) as meeting:
             victim = meeting.spawn("victim", terms=QUICK)
             victim.do("ready")
             victim.kill()
+            if restarts:
+                broker.restart()
             start_s = time.monotonic()
             late = meeting.open("late", terms=QUICK)
             assert time.monotonic() - start_s > QUICK.lease_s / 2
+            wait = f"waiting up to {QUICK.lease_s:g} s: run {meeting.run!r} had peers"
+            assert any(wait in message for message in caplog.messages)
             late.close()
+
+    def test_whoever_made_the_queue_anybody_may_begin_the_run(self, broker, caplog):
+        """The one who made it is slow, or gone before it ever had the seat."""
+        with AmqpMeeting(broker) as meeting:
+            names = Names(meeting.run)
+
+            def make(channel):
+                declare_exchange(channel, names)
+                declare_control(channel, names, 1800, 10_000)
+
+            run_errand(login_of(parse_address(meeting.url)), make, timeout_s=PATIENCE_S)
+            one = Reader(meeting.open("one"))
+            assert one.until_view(lambda v: v.founder is not None).founder == one.link.me
+            assert not any("waiting up to" in message for message in caplog.messages)
+            two = Reader(meeting.open("two"))
+            activate(one, two)
+            exchange(one, two)
+
+    def test_a_run_without_its_queue_is_marked_again(self, broker):
+        """By whoever has the seat next: a newcomer then knows that it has begun."""
+        with AmqpMeeting(broker) as meeting:
+            names = Names(meeting.run)
+
+            def is_marked():
+                lines = broker.ctl("list_bindings", "source_name", "routing_key").splitlines()
+                return [names.begun, BEGUN] in [line.split() for line in lines]
+
+            one = Reader(meeting.open("one"))
+            assert is_marked()
+            start_s = time.monotonic()
+            broker.ctl("delete_queue", names.control)
+            _await(lambda: one.link.lease_start_s() > start_s + 0.5)
+            assert is_marked()
 
 
 class TestSeat:
@@ -220,6 +262,20 @@ class TestSeat:
             for link in reversed(links):
                 link.close()
             assert f"{meeting.run}.control" not in broker.ctl("list_queues", "name")
+
+    def test_those_who_close_at_once_leave_nothing_behind(self, broker):
+        """The arbiter is out before the others: one of them takes the seat to decide their end."""
+        with AmqpMeeting(broker) as meeting:
+            for _ in range(3):
+                links = [meeting.open(f"p{i}") for i in range(4)]
+                activate(*map(Reader, links))
+                threads = [threading.Thread(target=link.close) for link in links]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                for what in ("list_queues", "list_exchanges"):
+                    assert meeting.run not in broker.ctl(what, "name")
 
     def test_ready_and_leaving_at_once(self, broker):
         with AmqpMeeting(broker) as meeting:
@@ -388,7 +444,7 @@ class TestBroker:
 
     def test_a_user_that_may_bind_but_not_consume(self, broker):
         """A refusal of what is asked after the login: an error too, not another try for ever."""
-        broker.add_user("deaf", "s3cret", ".*", ".*", "^mh\\.any(\\.fan.*)?$")
+        broker.add_user("deaf", "s3cret", ".*", ".*", "^mh\\.any(\\.fan.*|\\.begun)?$")
         start_s = time.monotonic()
         with pytest.raises(Refused, match="403") as caught:
             open_link(broker.url("deaf", "s3cret"), run="any", settings=settings())
@@ -714,6 +770,34 @@ class TestInbox:
         inbox.on_delivery("inbox", 1, False, SCHEMA.encode(Data(9, None, 1, (), b"")), 0)
         inbox.on_body()
         assert carrier.sink.delivered.called
+
+
+class TestOpening:
+    """Of a line, while the last one of an earlier run takes along what all of them declare."""
+
+    @pytest.mark.parametrize(
+        ("code", "refusals", "opens"),
+        [("missing", 2, True), ("missing", 99, False), ("permission", 1, False)],
+    )
+    def test_a_race_with_one_who_leaves(self, monkeypatch, code, refusals, opens):
+        dials = []
+
+        def dial(*_args, **_how):
+            dials.append(1)
+            if len(dials) <= refusals:
+                raise Refused(code, "for a test")
+            return MagicMock()
+
+        monkeypatch.setattr(AmqpChannel, "open", dial)
+        how = dict.fromkeys(("setup", "up", "down", "failed"), MagicMock())
+        line = Line("a", MagicMock(), Deaf(), **how, connect_s=1, outage_s=1, heartbeat_s=1)
+        if opens:
+            line.open()
+            line.close()
+        else:
+            with pytest.raises(Refused, match="for a test"):
+                line.open()
+            assert len(dials) == (4 if code == "missing" else 1)
 
 
 class TestOut:

@@ -39,7 +39,7 @@ class Line:
         self.views: list[View] = []
         self.told: list[tuple[int, Header]] = []
         self.acks: list[int] = []
-        self.given_up = 0
+        self.given_up = self.asked = 0
         self.tag = 0
 
     def to_peer(self, incarnation: int, header: Header) -> None:
@@ -54,6 +54,9 @@ class Line:
             case NewView(view):
                 self.views.append(view)
         return self.tag
+
+    def ask_begun(self) -> None:
+        self.asked += 1
 
     def acknowledge(self, delivery_tag: int) -> None:
         self.acks.append(delivery_tag)
@@ -80,8 +83,8 @@ class Office:
             TERMS,
             newest=lambda: self.view,
             unsure=lambda: self.unsure,
-            new_run=lambda: self.new_run,
             dropped=self.dropped.append,
+            run="a-run",
         )
 
     def call(self, peer: PeerId, view: ViewNumber | None = None, word: Header | None = None, **how):
@@ -95,14 +98,21 @@ class Office:
         given = {"n": 1, "view": view, "state": state, "wants": state}
         given |= {"word": b"" if word is None else SCHEMA.encode(word)} | how
         before = self.line.given_up
-        self.seat.on_call(self.num_events, Call(peer, **given))
+        self.offer(Call(peer, **given))
         if self.line.given_up > before:  # nobody else is there: the event comes again
             self.seat.lose()
-            self.seat.on_call(self.num_events, Call(peer, **given))
-        if not self.seat.taken and self.line.fences:
-            self.seat.on_fence(self.line.fences[-1])
+            self.offer(Call(peer, **given))
         if self.confirms:
             self.seat.on_confirm(self.line.tag, multiple=True)
+
+    def offer(self, event: Call) -> None:
+        """The broker gives it to A, and what A asks for before it decides."""
+        asked = self.line.asked
+        self.seat.on_call(self.num_events, event)
+        if self.line.asked > asked and self.new_run:
+            self.seat.not_begun()
+        if not self.seat.taken and self.line.fences:
+            self.seat.on_fence(self.line.fences[-1])
 
     def tick(self, start_s: float, stop_s: float, *, may_judge: bool = True, alive=()) -> None:
         """Time passes: from so many seconds after now to so many."""
@@ -206,16 +216,15 @@ class TestTakingTheSeat:
         assert second.line.views[-1].number.era == first.line.views[-1].number.era
 
     def test_a_newcomer_gives_way_once(self):
-        """To one who has seen the run, or has just begun it."""
+        """To one who has seen the run."""
         office = Office(new_run=False)
         event = Call(B, 0, ViewNumber(5, 3), ACTIVE, ACTIVE)
-        office.seat.on_call(1, event)
+        office.offer(event)
         assert office.line.given_up == 1
-        assert not office.line.fences
+        assert not office.seat.taken
         office.seat.lose()
-        office.seat.on_call(1, event)
+        office.offer(event)
         assert office.line.given_up == 1
-        office.seat.on_fence(office.line.fences[0])
         assert office.seat.taken
 
     @pytest.mark.parametrize("view", [None, run_of(A)])
@@ -224,6 +233,31 @@ class TestTakingTheSeat:
         office.call(B, view=ViewNumber(5, 3))
         assert office.line.given_up == 0
         assert office.seat.taken
+        assert office.line.asked == (view is None), "who knows a view knows that it has begun"
+
+    def test_a_line_lost_before_the_run_began_changes_nothing(self):
+        """Whoever made the queue: no arbiter was there before, so nobody can come back."""
+        office = Office()
+        event = Call(B, 0, NO_VIEW, WATCHING, WATCHING)
+        for _ in range(3):
+            office.seat.on_call(1, event)
+            office.seat.not_begun()
+            office.seat.lose()
+        assert office.line.given_up == 0
+        office.call(B)
+        assert office.roster == {"b": WATCHING}
+
+    def test_the_answer_of_an_earlier_line_does_not_count(self):
+        """Another arbiter may have been there in between."""
+        office = Office()
+        office.seat.on_call(1, Call(B, 0, NO_VIEW, WATCHING, WATCHING))
+        office.seat.not_begun()
+        office.seat.lose()
+        office.new_run = False
+        office.call(B)
+        assert office.line.given_up == 1
+        assert office.seat.taken
+        assert office.line.views == []
 
 
 class TestCollecting:
@@ -232,9 +266,10 @@ class TestCollecting:
         office.call(A)
         assert office.line.views[-1].founder == A
 
-    def test_a_run_that_was_there_before_does_not(self):
+    def test_a_run_that_was_there_before_does_not(self, caplog):
         office = Office(new_run=False)
         office.call(A)
+        assert caplog.messages == ["waiting up to 10 s: run 'a-run' had peers that may come back"]
         office.tick(0, TERMS.lease_s - 1, alive=[A])
         assert office.line.views == []
         assert office.line.acks == [1], "the next one is to be heard"
@@ -388,6 +423,36 @@ class TestEvents:
         assert not office.seat._own_end.is_set()
         office.seat.on_confirm(office.line.tag, multiple=True)
         assert office.seat._own_end.is_set()
+
+    def test_one_that_retires_leaves_the_rest_to_the_next(self):
+        """If it put the others out while it goes, none of them would be the last."""
+        office = in_office(A, B)
+        office.call(A, word=Bye())
+        assert not office.seat.retire()
+        office.call(B, word=Bye())
+        assert office.roster == {"b": ACTIVE}
+        assert office.line.acks == [1, 2]
+        successor = Office(office.line.views[-1])
+        successor.call(B, word=Bye())
+        assert successor.seat.retire(), "it is the last one"
+
+    def test_one_that_retires_does_not_take_the_seat(self):
+        office = Office(run_of(A, B))
+        office.seat.on_call(1, Call(B, 0, NO_VIEW, WATCHING, WATCHING))
+        assert not office.seat.retire()
+        office.seat.on_fence(office.line.fences[0])
+        assert not office.seat.taken
+
+    def test_the_end_that_another_arbiter_decides(self):
+        office = Office(run_of(A, B))
+        assert not office.seat._own_end.is_set()
+        office.seat.put_out()
+        office.seat.await_own_end(60)
+
+    def test_an_arbiter_decides_its_own_end(self):
+        office = in_office(A, B)
+        office.seat.put_out()
+        assert not office.seat._own_end.is_set()
 
 
 class TestJudging:

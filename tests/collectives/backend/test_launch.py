@@ -199,8 +199,7 @@ def test_a_rank_that_failed_before_comes_again(loose, new_url):
 
 
 def test_group_after_group(loose, new_url, kind):
-    # A broker's run that several open at once may wait for a lease: who was first, is not clear.
-    loose.call("launch", "again_and_again", new_url(), 4 if kind == "hub" else 2)
+    loose.call("launch", "again_and_again", new_url(), 4)
 
 
 def test_torch_looks_closely(new_crew):

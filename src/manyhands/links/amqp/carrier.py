@@ -138,13 +138,14 @@ class AmqpCarrier:
 
     def join(self) -> Terms:
         """Open the lines and call the arbiter until a view shows this peer."""
+        self.inbox.line.open()  # the first: a fence or a view that comes before it would be lost
         self.control.line.open()
-        self.inbox.line.open()
         self.out.line.open()
         self._housekeeper.start()
         # With an arbiter that collects returns, the first view is a lease away.
         wait_s = self._settings.connect_s + 1.5 * self.terms.lease_s
-        deadline = time.monotonic() + wait_s
+        start_s = time.monotonic()
+        deadline, told = start_s + wait_s, False
         while not self._joined.is_set():
             self.control.call(0)
             self._beat_lines()
@@ -152,6 +153,10 @@ class AmqpCarrier:
                 raise self._failure
             if time.monotonic() > deadline:
                 raise LinkTimeout("view that shows this peer", wait_s)
+            if not told and time.monotonic() > start_s + 2 * self.terms.beat_s:
+                told = True
+                what = "its arbiter to let this peer in; it may be waiting for others to come back"
+                log.warning("waiting up to %g s: run %r needs %s", wait_s, self.names.run, what)
             again_s = min(self.terms.beat_s, 0.5) if self.inbox.up.is_set() else 0.01
             self._joined.wait(again_s)
         return self.terms
@@ -267,6 +272,7 @@ class AmqpCarrier:
         whoever has no part in the run must not decide about others."""
         self._failure = self._failure or error
         self._failed.set()
+        self.control.seat.put_out()
         if self._sink is not None:
             self._sink.failed(error)
         self.wake()

@@ -11,8 +11,8 @@ from manyhands.core.errors import LinkClosed, LinkError, Malformed, WireError
 from manyhands.core.peers import is_peer_name
 from manyhands.links.amqp.channel import AmqpChannel
 from manyhands.links.amqp.line import Deaf
-from manyhands.links.amqp.login import AmqpLogin, queue_exists
-from manyhands.links.amqp.names import declare_exchange, to_key
+from manyhands.links.amqp.login import AmqpLogin
+from manyhands.links.amqp.names import BEGUN, declare_control, declare_exchange, to_key
 from manyhands.links.amqp.seat import Seat
 from manyhands.links.messages import (
     HEADER_BYTES,
@@ -20,6 +20,7 @@ from manyhands.links.messages import (
     Bye,
     Call,
     Header,
+    Marker,
     decode_head,
 )
 from manyhands.wire.frames import Limits
@@ -40,7 +41,6 @@ class Control(Deaf):
 
     def __init__(self, carrier: AmqpCarrier, login: AmqpLogin) -> None:
         self._carrier = carrier
-        self._found = False
         self._delivery: tuple[int, Call | None] = (0, None)
         self.blocked = False
         self._leaving = False
@@ -55,8 +55,8 @@ class Control(Deaf):
             carrier.terms,
             newest=carrier.newest,
             unsure=carrier.unsure,
-            new_run=lambda: not self._found,
             dropped=carrier.forget,
+            run=carrier.names.run,
         )
 
     def call(self, n: int, word: Header | None = None, *, timeout_s: float | None = None) -> bool:
@@ -109,12 +109,14 @@ class Control(Deaf):
         if channel is None:
             return
         self._leaving = True
-        # The good-byes of those who left before are in front of an arbiter's own: only when it
-        # has decided that one does it know whether it is the last.
-        if not self.seat.alone() and self.call(0, Bye(), timeout_s=_FAREWELL_S):
+        # Whoever leaves stays until it is out: of those who leave together, the seat comes to the
+        # last one, and good-byes that nobody decides would leave a run that looks cut off.
+        said = not self.seat.alone() and self.call(0, Bye(), timeout_s=_FAREWELL_S)
+        if said and (self.seat.taken or self._carrier.joined):
             self.seat.await_own_end(_FAREWELL_S)
-        if self.seat.alone():
+        if self.seat.retire():
             channel.delete_queue(self._carrier.names.control, timeout_s=_FAREWELL_S)
+        self.line.close()  # the next one waits for the seat
 
     # -- ControlLine ----------------------------------------------------------------------------
 
@@ -131,6 +133,14 @@ class Control(Deaf):
         exchange = self._carrier.names.exchange
         return channel.publish(exchange, key, SCHEMA.encode(header), (), mandatory=mandatory)
 
+    def ask_begun(self) -> None:
+        channel = self.line.channel
+        if channel is None:
+            raise LinkClosed("the control line is down")
+        # Without the mark it comes back; with it, it comes to the queue, where it means nothing.
+        head = SCHEMA.encode(Marker(0))
+        channel.publish(self._carrier.names.begun, BEGUN, head, (), mandatory=True)
+
     def to_exchange(self, exchange: str, header: Header) -> None:
         """Publish to an exchange that takes everything, by whatever key."""
         channel = self.line.channel
@@ -140,7 +150,13 @@ class Control(Deaf):
 
     def on_fence(self, token: int) -> None:
         """A fence of ours, or of another arbiter, has arrived in the inbox."""
+        channel = self.line.channel
+        if channel is None or not self.seat.awaits(token):
+            return
         with contextlib.suppress(LinkError):  # the line is breaking, and the seat with it
+            # The mark, before any view. Its confirmation comes after the answer to `ask_begun`.
+            names, wait_s = self._carrier.names, self._carrier.terms.lease_s / 2
+            channel.bind(names.control, names.begun, BEGUN, timeout_s=wait_s)
             self.seat.on_fence(token)
 
     def acknowledge(self, delivery_tag: int) -> None:
@@ -158,20 +174,7 @@ class Control(Deaf):
     def _setup(self, channel: Any) -> None:  # noqa: ANN401  (py-amqp has no types)
         names = self._carrier.names
         declare_exchange(channel, names)
-        # The last one of a run takes the queue along; if it is there, somebody was, or still is.
-        self._found = queue_exists(channel, names.control)
-        channel.queue_declare(
-            names.control,
-            durable=True,
-            auto_delete=False,
-            arguments={
-                "x-queue-type": "classic",
-                "x-single-active-consumer": True,
-                "x-expires": _CONTROL_EXPIRES_S * 1000,
-                "x-max-length": _MAX_CALLS,
-            },
-        )
-        channel.queue_bind(names.control, names.exchange, "control")
+        declare_control(channel, names, _CONTROL_EXPIRES_S, _MAX_CALLS)
         channel.basic_qos(0, 1, False)
         channel.confirm_select()
 
@@ -193,7 +196,7 @@ class Control(Deaf):
         body_bytes: int,
     ) -> Sequence[memoryview]:
         call, _ = decode_head(header, Limits(header_bytes=HEADER_BYTES, payload_bytes=0))
-        if not isinstance(call, Call) or body_bytes:
+        if not isinstance(call, Call) or body_bytes:  # a Marker, perhaps: see `ask_begun`
             raise Malformed(f"{type(call).__name__} in the control queue")
         _check(call)
         self._delivery = (delivery_tag, call)
@@ -209,7 +212,9 @@ class Control(Deaf):
         self.acknowledge(delivery_tag)  # nobody else could make more of it
 
     def on_return(self, reply_code: int, reply_text: str, routing_key: str, header: bytes) -> None:
-        self.seat.bounced(int(routing_key.removeprefix("to."), 16))
+        if routing_key == BEGUN:
+            return self.seat.not_begun()
+        return self.seat.bounced(int(routing_key.removeprefix("to."), 16))
 
     def on_confirm(self, tag: int, multiple: bool, ok: bool) -> None:
         with contextlib.suppress(LinkError):

@@ -20,6 +20,7 @@ from manyhands.links.amqp.login import AmqpLogin, Setup
 log = logging.getLogger(__name__)
 _OUTAGE_HINT = "is the broker running? open the link again when it is; what was under way is lost"
 _REDIAL_S = 0.1  # the first pause between two attempts; it doubles up to one second
+_RACES_S = (0.02, 0.05, 0.1)  # the pauses after each lost race with one who leaves
 # What a broker that is just starting, or has not yet noticed that our last connection is dead,
 # may answer; all of it passes.
 _PASSING = frozenset({"missing", "locked", "vhost", "precondition"})
@@ -51,7 +52,7 @@ class Line:
 
     def open(self) -> None:
         """Raises what `AmqpChannel.open` raises."""
-        self.channel = self._dial()
+        self.channel = self._first_dial()
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
@@ -74,6 +75,17 @@ class Line:
         with contextlib.suppress(LinkError):  # its reader knows
             channel.beat(timeout_s=self._connect_s)
         return None
+
+    def _first_dial(self) -> AmqpChannel:
+        for pause_s in _RACES_S:
+            try:
+                return self._dial()
+            except Refused as error:
+                if error.code != "missing":
+                    raise
+            # The last one of a run took along what it shares, just as we declared it.
+            self._closing.wait(pause_s)
+        return self._dial()
 
     def _dial(self) -> AmqpChannel:
         return AmqpChannel.open(

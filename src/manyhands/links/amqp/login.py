@@ -97,18 +97,6 @@ def run_errand(login: AmqpLogin, errand: Setup, *, timeout_s: float) -> None:
         transport.close()
 
 
-def queue_exists(channel: Any, queue: str) -> bool:  # noqa: ANN401
-    """Whether there is such a queue; for use in a `Setup`."""
-    # The answer "no" ends the channel it is given on, so it is not asked on the caller's.
-    probe = channel.connection.channel()
-    try:
-        probe.queue_declare(queue, passive=True)
-    except amqp.NotFound:
-        return False
-    probe.close()
-    return True
-
-
 def _set_up(connection: _Connection, setup: Setup, login: AmqpLogin, timeout_s: float) -> None:
     with _explained(login, timeout_s, _FAILURES, _refused_login):
         connection.connect()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+BEGUN = "begun"
+
 
 @dataclass(frozen=True)
 class Names:
@@ -19,6 +21,11 @@ class Names:
     @property
     def control(self) -> str:
         return f"mh.{self.run}.control"
+
+    @property
+    def begun(self) -> str:
+        """An exchange that routes to the control queue by `BEGUN` once the run has an arbiter."""
+        return f"mh.{self.run}.begun"
 
     def queue(self, kind: str, incarnation: int, life: int) -> str:
         """A queue of one peer; it cannot have its name back while the broker thinks it in use."""
@@ -42,6 +49,25 @@ def from_key(incarnation: int) -> str:
 def declare_exchange(channel: Any, names: Names) -> None:  # noqa: ANN401  (py-amqp has no types)
     """The run's exchange: it goes with the last queue that is bound to it."""
     channel.exchange_declare(names.exchange, "direct", durable=False, auto_delete=True)
+
+
+def declare_control(channel: Any, names: Names, expires_s: int, max_calls: int) -> None:  # noqa: ANN401
+    """The queue of calls, and the exchange of its mark, which goes with it."""
+    channel.queue_declare(
+        names.control,
+        durable=True,
+        auto_delete=False,
+        arguments={
+            "x-queue-type": "classic",
+            "x-single-active-consumer": True,
+            "x-expires": expires_s * 1000,
+            "x-max-length": max_calls,
+        },
+    )
+    channel.queue_bind(names.control, names.exchange, "control")
+    # Durable like the queue: the mark must outlive a restart of the broker.
+    channel.exchange_declare(names.begun, "direct", durable=True, auto_delete=True)
+    channel.queue_bind(names.control, names.begun, "control")  # so that it is never without one
 
 
 def declare_queue(channel: Any, name: str, max_bytes: int, overflow: str) -> None:  # noqa: ANN401

@@ -4,8 +4,10 @@ All peers consume from the run's control queue, which the broker serves to a sin
 (x-single-active-consumer): that one is the arbiter. When it goes, the broker hands the queue, and
 the event that was not acknowledged yet, to the next. Order of events in a tenure:
 
-    1. the first event arrives; a Fence goes to everybody, this peer included
-    2. the Fence comes back: every view of earlier arbiters has arrived before it
+    1. the first event arrives; a Fence goes to everybody, this peer included. One who knows no view
+       asks before whether the run has begun
+    2. the Fence comes back: every view of earlier arbiters has arrived before it. The run is marked
+       as begun
     3. from the newest of these views on, events are decided and views published, all on the very
        channel the events come by; an event is acknowledged after the views it made are confirmed
 
@@ -14,6 +16,7 @@ Events say how things are rather than what changed, so one that comes twice chan
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -43,6 +46,7 @@ from manyhands.links.messages import (
 )
 from manyhands.wire.frames import Limits
 
+log = logging.getLogger(__name__)
 _WORDS = Limits(header_bytes=4096, payload_bytes=0)
 MAX_PEERS = 200  # a view of more, with the longest names, would not fit a header
 
@@ -56,6 +60,10 @@ class ControlLine(Protocol):
 
     def to_all(self, header: Header) -> int:
         """Send to all inboxes; returns the tag of the broker's confirmation."""
+        ...
+
+    def ask_begun(self) -> None:
+        """Ask whether the run was marked as begun; if not, `Seat.not_begun` will hear of it."""
         ...
 
     def acknowledge(self, delivery_tag: int) -> None:
@@ -83,12 +91,12 @@ class Seat:
         *,
         newest: Callable[[], View],
         unsure: Callable[[], bool],
-        new_run: Callable[[], bool],
         dropped: Callable[[PeerId], None],
+        run: str,
     ) -> None:
         self._line, self._me, self._terms = line, me, terms
-        self._newest, self._unsure, self._new_run = newest, unsure, new_run
-        self._dropped = dropped
+        self._newest, self._unsure = newest, unsure
+        self._dropped, self._run = dropped, run
         self._lock = threading.Lock()
         self._members: Membership | None = None
         self._fence: int | None = None
@@ -97,7 +105,8 @@ class Seat:
         self._to_ack: int | None = None
         self._pinged_s = self._fenced_s = 0.0
         self._own_end = threading.Event()
-        self._gave_way = False
+        self._gave_way = self._retired = False
+        self._begun = True  # unless the broker says otherwise
 
     @property
     def taken(self) -> bool:
@@ -112,9 +121,23 @@ class Seat:
         return all(m.peer == self._me for m in members.view.roster)
 
     def await_own_end(self, timeout_s: float) -> None:
-        """If this peer is the arbiter, wait until it has put itself out."""
-        if self.taken:
-            self._own_end.wait(timeout_s)
+        """Wait until the arbiter, which may be this peer, has put this peer out."""
+        self._own_end.wait(timeout_s)
+
+    def put_out(self) -> None:
+        """Another arbiter has put this peer out, or its link has failed."""
+        if not self.taken:
+            self._own_end.set()
+
+    def retire(self) -> bool:
+        """Decide nothing from now on; True if this peer is the last one of the run.
+
+        Without that, an arbiter that is going could put the others out, and none of them would
+        be the last.
+        """
+        with self._lock:
+            self._retired = True
+            return self.alone()
 
     def set_terms(self, terms: Terms) -> None:
         """The terms of the run, once a view has told them."""
@@ -125,16 +148,16 @@ class Seat:
     def on_call(self, delivery_tag: int, call: Call) -> None:
         """The broker gives this peer an event: it is, or now becomes, the arbiter."""
         with self._lock:
+            if self._retired:
+                return None  # the next arbiter gets it
             if self._members is not None:
                 return self._decide(delivery_tag, call)
-            if not self._gave_way and self._newest().number == NO_VIEW and not self._new_run():
-                # The run was there before this newcomer, which knows neither its views nor its
-                # terms. The next in line may; if nobody is, the seat comes back.
-                self._gave_way = True
-                return self._line.give_up()
             self._pending = (delivery_tag, call)
             # One token for all copies: an inbox may be slower than the next copy comes.
             self._fence = secrets.randbits(60)
+            self._begun = True
+            if self._newest().number == NO_VIEW:
+                self._line.ask_begun()
             self._send_fence(time.monotonic())
         return None
 
@@ -143,14 +166,30 @@ class Seat:
         self._fenced_s = now_s
         self._line.to_all(Fence(self._fence))
 
-    def on_fence(self, token: int) -> None:
-        """A Fence has come back through the inbox."""
+    def not_begun(self) -> None:
+        """No arbiter has ever taken the seat of this run."""
         with self._lock:
-            if token != self._fence or self._pending is None:
-                return
+            self._begun = False
+
+    def awaits(self, token: int) -> bool:
+        """Whether that Fence is the one that this peer waits for."""
+        return self._pending is not None and token == self._fence
+
+    def on_fence(self, token: int) -> None:
+        """A Fence has come back through the inbox, and the run is marked as begun."""
+        with self._lock:
+            if self._retired or not self.awaits(token):
+                return None
+            assert self._pending is not None
+            if not self._gave_way and self._begun and self._newest().number == NO_VIEW:
+                # The run was there before this newcomer, which knows neither its views nor its
+                # terms. The next in line may; if nobody is, the seat comes back.
+                self._gave_way = True
+                return self._line.give_up()
             self._take_seat()
             pending, self._pending = self._pending, None
             self._decide(*pending)
+        return None
 
     def on_confirm(self, tag: int, *, multiple: bool) -> None:
         """The broker has what was published under this tag."""
@@ -196,9 +235,12 @@ class Seat:
         view, now_s = self._newest(), time.monotonic()
         if view.number == NO_VIEW:
             # Nothing is known of earlier eras; they were numbered by the clock too.
-            view, collect = arbiter.first_view(time.time_ns() // 1_000_000), not self._new_run()
+            view, collect = arbiter.first_view(time.time_ns() // 1_000_000), self._begun
         else:
             collect = self._unsure()
+        if collect:
+            why = "had peers that may come back"
+            log.warning("waiting up to %g s: run %r %s", self._terms.lease_s, self._run, why)
         self._members = Membership(
             self._terms, view, now_s, publish=self._publish, drop=self._drop, collect=collect
         )

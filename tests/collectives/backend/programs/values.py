@@ -80,7 +80,7 @@ def bits(tensor: Tensor) -> Tensor:
     return plain.view(-1).view(torch.uint8)
 
 
-def refuses(error: type[Exception], *words: str, call) -> str:
+def refuses(error: type[Exception] | tuple[type[Exception], ...], *words: str, call) -> str:
     """`call()` must raise that, with those words; returns its message."""
     try:
         call()
@@ -88,7 +88,7 @@ def refuses(error: type[Exception], *words: str, call) -> str:
         text = str(raised)
         assert all(word in text for word in words), f"{words} are not all in: {text}"
         return text
-    raise AssertionError(f"nothing was raised; expected {error.__name__} with {words}")
+    raise AssertionError(f"nothing was raised; expected {error} with {words}")
 
 
 # The names of torch 2.12 and later; before, and with a FutureWarning since, they were others.
