@@ -97,7 +97,7 @@ def allreduce(result: dict) -> list[str]:
 
 def ddp(result: dict) -> list[str]:
     """Steps a second, and how many times gloo's."""
-    rows = {(r["backend"], r["ranks"], r["parameters"]): r for r in result["rows"]}
+    rows = {(r["link"], r["peers"], r["parameters"]): r for r in result["rows"]}
     cells = sorted({key[1:] for key in rows}, key=lambda cell: (cell[1], cell[0]))
     head = [f"{ranks} ranks, {parameters / 1e6:.0f} M parameters" for ranks, parameters in cells]
     lines = ["Steps a second, and times gloo's of the same run:", "", *_head("", head)]
@@ -108,7 +108,7 @@ def ddp(result: dict) -> list[str]:
                 _row(
                     name,
                     [
-                        "" if r is None else f"{r['steps_per_s']:.1f}, {r['times_gloo']:.2f}x"
+                        "" if r is None else f"{r['steps_per_s']:.1f}, {r['ratio_to_gloo']:.2f}x"
                         for r in found
                     ],
                 )
