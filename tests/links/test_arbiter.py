@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from manyhands.core.peers import NO_VIEW, Member, PeerId, PeerState, View, ViewNumber
@@ -150,6 +150,7 @@ def happen(view: View, event) -> View:
             return getattr(arbiter, name)(view, argument)
 
 
+@example([("joined", PeerId("a", 1)), ("resigned", PeerId("b", 1), True)])  # one number, two names
 @given(events)
 def test_whatever_happens(sequence):
     view = arbiter.first_view(1)

@@ -60,10 +60,8 @@ def gone(view: View, peer: PeerId, cut: ViewNumber) -> View:
 
 def resigned(view: View, peer: PeerId, *, finished: bool) -> View:
     """A peer leaves at once; `finished` says that the run is over for everybody."""
-    if view.member(peer.incarnation) is None:
-        return view
     after = removed(view, [peer])
-    if not finished or view.over:
+    if after is view or not finished or view.over:
         return after
     return View(
         after.number, after.roster, after.cut, after.cut_roster, founder=after.founder, over=True
