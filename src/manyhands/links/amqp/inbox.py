@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from manyhands.links.amqp.carrier import AmqpCarrier
 
 log = logging.getLogger(__name__)
-_WATCH_PREFETCH = 32  # messages of the watch queue that are on their way at once, at most
+_WATCH_PREFETCH = 32  # messages of the watch queue that are on their way at once
 _FUSE_BYTES = 4 << 30  # an inbox this full is a bug or an attack; windows keep it far below
 _MAX_NUMBER = 1 << 62  # of eras and views: the next one must still fit the wire
 _KINDS = (Data, Credit, NewView, BeatBack, Dismissal, Fence, Marker)
@@ -129,10 +129,7 @@ class Inbox(Deaf):
             channel.exchange_bind(fan, names.exchange, from_key(other))
             bound.add(other)
         self._bound = bound
-        # What is on its way comes on top of the half that `allow_more` lets wait for the reader.
-        terms = self._carrier.terms
-        prefetch = max(1, min(_WATCH_PREFETCH, terms.watch_bytes // 2 // terms.part_bytes))
-        channel.basic_qos(0, prefetch, False)
+        channel.basic_qos(0, _WATCH_PREFETCH, False)
 
     def _start(self, channel: AmqpChannel) -> None:
         self.switched = self._follows
