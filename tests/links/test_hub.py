@@ -440,16 +440,17 @@ def test_a_view_of_a_full_hub_fits_into_a_frame():
 
 def test_only_its_owner_resumes_a_session(hubs, links):
     hub = hubs(insecure=True)
-    one = links(hub.address, "one")
+    one = Reader(links(hub.address, "one"))
     with Stranger(hub.address) as stranger:
         back = Return(b"0" * 16, 0, ViewNumber(1, 1), PeerState.ACTIVE)
-        stranger.say(Hello("run", one.me, "", STEADY, "0", back))
+        stranger.say(Hello("run", one.link.me, "", STEADY, "0", back))
         assert stranger.hear(Dismissal).reason
     with Stranger(hub.address) as stranger:
-        stranger.say(Hello("run", one.me, "", STEADY, "0"))
+        stranger.say(Hello("run", one.link.me, "", STEADY, "0"))
         assert stranger.hear(Refusal).code == "incarnation"
     two = Reader(links(hub.address, "two"))
-    one.send(two.link.me, b"still here")
+    one.until_view(lambda view: two.link.me in view.peers())
+    one.link.send(two.link.me, b"still here")
     two.until_message(b"still here")
 
 
