@@ -484,15 +484,15 @@ class TestBroker:
             one, idle = Reader(meeting.open("one")), Reader(meeting.open("idle"))
             activate(one)
             size = STEADY.watch_bytes // 64
-            for i in range(80):
+            for i in range(60):
                 one.link.send(None, *_sealed(i, size), timeout_s=PATIENCE_S)
-                if i < 60:  # then its link takes no more, and the rest waits in the watch queue
+                if i < 32:  # then its link takes no more, and the rest waits in the watch queue
                     _await(lambda i=i: idle.link.backlog_bytes() > i * size)
             idle.link.tell(Ready())
             one.until_view(lambda v: state_of(v, idle.link.me) is PeerState.ACTIVE)
-            for i in range(80, 85):
+            for i in range(60, 65):
                 one.link.send(None, *_sealed(i, size), timeout_s=PATIENCE_S)
-            assert [number_of(d) for d in idle.until_deliveries(85)] == list(range(85))
+            assert [number_of(d) for d in idle.until_deliveries(65)] == list(range(65))
             assert idle.num_gaps == 0
 
     def test_a_broker_that_does_not_come_back(self, fresh_broker):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from manyhands.links.amqp.carrier import AmqpCarrier
 
 log = logging.getLogger(__name__)
-_WATCH_PREFETCH = 32  # messages of the watch queue that are on their way at once
+_MAX_PREFETCH = 32  # messages of the watch queue that are on their way at once
 _FUSE_BYTES = 4 << 30  # an inbox this full is a bug or an attack; windows keep it far below
 _MAX_NUMBER = 1 << 62  # of eras and views: the next one must still fit the wire
 _KINDS = (Data, Credit, NewView, BeatBack, Dismissal, Fence, Marker)
@@ -129,7 +129,12 @@ class Inbox(Deaf):
             channel.exchange_bind(fan, names.exchange, from_key(other))
             bound.add(other)
         self._bound = bound
-        channel.basic_qos(0, _WATCH_PREFETCH, False)
+        channel.basic_qos(0, self._prefetch(), False)
+
+    def _prefetch(self) -> int:
+        """How many messages of the watch queue may be on their way: a quarter of its memory."""
+        terms = self._carrier.terms
+        return min(_MAX_PREFETCH, max(1, terms.watch_bytes // (4 * terms.part_bytes)))
 
     def _start(self, channel: AmqpChannel) -> None:
         self.switched = self._follows
