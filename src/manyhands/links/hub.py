@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -175,7 +176,7 @@ class Hub:
     def _accept(self) -> None:
         while not self._closing.is_set():
             try:
-                sock, _ = self._listener.accept()
+                sock, where = self._listener.accept()
             except OSError:
                 if self._closing.is_set():
                     return
@@ -192,14 +193,16 @@ class Hub:
                 log.warning("a connection was turned away: too many that have not said Hello")
                 sock.close()
             else:
-                self._spawn(lambda sock=sock: self._serve(sock), "hub connection")
+                work = partial(self._serve, sock, where[:2])
+                self._spawn(work, "hub connection")
 
-    def _serve(self, raw: socket.socket) -> None:
+    def _serve(self, raw: socket.socket, where: tuple[str, int]) -> None:
         """One connection, from its first byte to its last."""
         stream: Stream | None = None
-        where, sock = ("?", 0), raw
+        sock = raw
         try:
-            where = raw.getpeername()[:2]
+            if not _speaks(raw):
+                return self._log_silence(raw, where)
             if self._tls is not None:
                 sock = self._secure(raw, self._tls)
                 sock.do_handshake()
@@ -213,6 +216,16 @@ class Hub:
             if stream is not None:
                 stream.detach()
             sock.close()
+
+    def _log_silence(self, sock: socket.socket, where: tuple[str, int]) -> None:
+        """A connection has ended without a byte."""
+        with self._lock:
+            late = self._handshakes.pop(sock, None) is None
+        if late:
+            log.warning("%s:%s: no greeting in time", *where)
+        else:
+            # Who looks whether a hub listens here does this: our doctor, a load balancer's check.
+            log.debug("%s:%s: connection ended without a byte", *where)
 
     def _secure(self, raw: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
         """A TLS socket in the place of `raw`, which can be used no more: it has the deadline."""
@@ -373,6 +386,14 @@ class Hub:
         with self._lock:
             self._threads.add(thread)
         thread.start()
+
+
+def _speaks(sock: socket.socket) -> bool:
+    """Waits for the first byte, and leaves it there; False if the connection ends before it."""
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except ConnectionError:
+        return False
 
 
 def _check_peer(peer: PeerId) -> Refusal | None:

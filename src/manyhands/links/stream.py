@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 from manyhands.core.errors import LinkBroken, LinkTimeout
 from manyhands.wire.frames import Buffer
@@ -86,13 +87,13 @@ class Stream:
             if self._closed:
                 return 0
 
-    def recv_both_into(self, first: memoryview, second: memoryview) -> int:
-        """As `recv_into`, and what comes after `first` into `second`: small, and sure to come."""
+    def recv_each_into(self, targets: Sequence[memoryview]) -> int:
+        """As `recv_into`, into one after the other. It waits until all is there."""
         if self._tls is not None:
-            return self.recv_into(first)
+            return self.recv_into(targets[0])
         while not self._closed:
             try:
-                got = self._sock.recvmsg_into((first, second), 0, socket.MSG_WAITALL)[0]
+                got = self._sock.recvmsg_into(targets, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
                 continue  # _READ_S without a byte
             except (OSError, ValueError):
@@ -168,13 +169,16 @@ class Stream:
         """What the network takes at once goes from `left`; whether that was all."""
         while left:
             try:
-                gathered = [left[i] for i in range(min(len(left), _MAX_GATHER))]
+                gathered = list(islice(left, _MAX_GATHER))
                 sent = self._sock.sendmsg(gathered, [], socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
             except (OSError, ValueError) as error:
                 raise LinkBroken(f"the connection is gone: {error}") from None
             self.bytes_sent += sent
+            if len(gathered) == len(left) and sent == sum(map(len, gathered)):
+                left.clear()
+                return True
             while sent:
                 if sent >= len(left[0]):
                     sent -= len(left.popleft())

@@ -30,6 +30,7 @@ from manyhands.core.errors import (
 from manyhands.links.amqp import frames
 from manyhands.links.amqp.frames import Method
 from manyhands.links.amqp.login import AmqpLogin, Setup, log_in, refusal
+from manyhands.links.amqp.reader import FrameReader
 from manyhands.links.stream import Stream
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from manyhands.wire.frames import Buffer
 
-_READ_AHEAD = 4096  # bytes read beyond what is needed; a body's share of them is copied
 _FAREWELL_S = 1.0  # for the closing handshake
 
 
@@ -109,7 +109,6 @@ class AmqpChannel:
     ) -> None:
         self.frame_max = frame_max
         self.heartbeat_s = heartbeat_s  # agreed with the broker: call `beat` at half of it
-        self.last_heard = time.monotonic()
         self._stream = stream
         self._handler = handler
         self._place = place
@@ -118,12 +117,11 @@ class AmqpChannel:
         self._calls: deque[_Call] = deque()
         self._blocked = False
         self._closing = False
-        self._reader: int | None = None
+        self._serving: int | None = None  # the thread in `serve`
         self._ended: LinkError | None = None
         self._end_code = 0
         self._served = threading.Event()
-        self._buffer = memoryview(bytearray(frame_max + frames.FRAME_BYTES))
-        self._at = self._filled = 0  # what is read ahead: buffer[at:filled]
+        self._reader = FrameReader(stream, self._on_method, place=place, frame_max=frame_max)
 
     @classmethod
     def open(
@@ -152,6 +150,11 @@ class AmqpChannel:
     def ended(self) -> LinkError | None:
         """Why the connection has ended, if it has."""
         return self._ended
+
+    @property
+    def last_heard(self) -> float:
+        """When the last byte came from the broker."""
+        return self._stream.heard_s
 
     @property
     def bytes_sent(self) -> int:
@@ -249,7 +252,7 @@ class AmqpChannel:
         self._call(frames.cancel(consumer_tag), Method.BASIC_CANCEL_OK, timeout_s)
 
     def _call(self, request: bytes, answer: Method, timeout_s: float) -> None:
-        if self._reader == threading.get_ident():
+        if self._serving == threading.get_ident():
             raise RuntimeError("the thread in serve() cannot wait for an answer it has to read")
         deadline = time.monotonic() + timeout_s
         call = _Call(answer)
@@ -297,13 +300,13 @@ class AmqpChannel:
             return
         self._closing = True
         self._say(frames.CONNECTION_CLOSE)
-        waits = self._reader not in (None, threading.get_ident())
+        waits = self._serving not in (None, threading.get_ident())
         if waits:
             self._served.wait(_FAREWELL_S)  # for close-ok, which ends serve()
         self._stream.close()
         if waits:
             self._served.wait(_FAREWELL_S)
-        elif self._reader is None:
+        elif self._serving is None:
             self._finish(self._closed_here())
 
     def _closed_here(self) -> LinkError:
@@ -336,11 +339,11 @@ class AmqpChannel:
 
     def serve(self) -> None:
         """Read until the connection ends, calling the handler; the last call is `on_end`."""
-        self._reader = threading.get_ident()
+        self._serving = threading.get_ident()
         error: LinkError = LinkBroken(f"the reader of {self._place} failed")
         try:
             while True:
-                self._on_method(frames.decode_method(self._take(self._expect(frames.METHOD))))
+                self._on_method(frames.decode_method(self._reader.payload(frames.METHOD)))
         except LinkError as ended:
             error = ended
         except WireError as broken:
@@ -355,9 +358,9 @@ class AmqpChannel:
             case frames.Confirm():
                 self._handler.on_confirm(*said)
             case frames.Return():
-                payload = self._take(self._expect(frames.HEADER))
+                payload = self._reader.payload(frames.HEADER)
                 body_bytes, flags = frames.decode_content(payload)
-                self._discard(body_bytes)
+                self._reader.discard(body_bytes)
                 self._handler.on_return(*said, frames.decode_header(payload, flags))
             case frames.Ok(method):
                 self._on_answer(method)
@@ -382,117 +385,16 @@ class AmqpChannel:
         self._calls.popleft().done.set()
 
     def _on_deliver(self, message: frames.Deliver) -> None:
-        payload = self._take(self._expect(frames.HEADER))
+        payload = self._reader.payload(frames.HEADER)
         body_bytes, flags = frames.decode_content(payload)
         try:
             header = frames.decode_header(payload, flags)
             targets = self._handler.on_delivery(*message, header, body_bytes)
         except WireError as error:
-            self._discard(body_bytes)
+            self._reader.discard(body_bytes)
             self._handler.on_bad_delivery(message.consumer_tag, message.delivery_tag, error)
             return
         if sum(view.nbytes for view in targets) != body_bytes:
             raise ValueError(f"on_delivery gave other room than the {body_bytes} bytes of the body")
-        self._scatter(targets, body_bytes)
+        self._reader.body(targets, body_bytes)
         self._handler.on_body()
-
-    def _scatter(self, targets: Sequence[memoryview], left: int) -> None:
-        """Read a body of `left` bytes, frame by frame, into `targets`."""
-        in_frame = 0
-        for target in targets:
-            view = target.cast("B") if target.nbytes else target[:0]
-            while view.nbytes:
-                if not in_frame:
-                    in_frame = self._body_frame(left)
-                size = min(in_frame, len(view))
-                in_frame -= size
-                left -= size
-                # The frame's end, and the head of the next one, come with the values.
-                after = 0 if in_frame else 1 + (frames.HEAD_BYTES if left else 0)
-                self._read_into(view[:size], after)
-                view = view[size:]
-                if not in_frame:
-                    self._frame_end()
-
-    def _discard(self, left: int) -> None:
-        """Read a body of `left` bytes into nothing."""
-        while left:
-            size = self._body_frame(left)
-            left -= size
-            while size:
-                step = min(size, self._filled - self._at) or self._refill(min(size, _READ_AHEAD))
-                step = min(step, size)
-                self._at += step
-                size -= step
-            self._frame_end()
-
-    def _body_frame(self, left: int) -> int:
-        size = self._expect(frames.BODY)
-        if not 0 < size <= left:
-            raise Malformed(f"a body frame of {size} bytes where {left} are left of the body")
-        return size
-
-    def _expect(self, kind: int) -> int:
-        """The payload size of the next frame, which must be of this kind.
-
-        Heartbeats and the connection's own methods may come between any two frames of a message.
-        """
-        while True:
-            self._fill(frames.HEAD_BYTES)
-            got, channel, size = frames.decode_head(self._buffer, self._at, self.frame_max)
-            self._at += frames.HEAD_BYTES
-            if got == frames.HEARTBEAT:
-                self._take(size)
-            elif got == kind and (channel or kind == frames.METHOD):
-                return size
-            elif not channel and got == frames.METHOD:
-                self._on_method(frames.decode_method(self._take(size)))
-            else:
-                raise Malformed(f"a frame of kind {got} where one of kind {kind} belongs")
-
-    def _take(self, size: int) -> bytes:
-        """A payload, checked to end where a frame ends."""
-        self._fill(size + 1)
-        payload = bytes(self._buffer[self._at : self._at + size])
-        self._at += size
-        self._frame_end()
-        return payload
-
-    def _frame_end(self) -> None:
-        self._fill(1)
-        if self._buffer[self._at] != frames.FRAME_END:
-            raise Malformed("a frame without its end mark")
-        self._at += 1
-
-    def _read_into(self, view: memoryview, after: int) -> None:
-        """Fill `view`, and read at least some of the `after` bytes that follow it ahead."""
-        ahead = min(self._filled - self._at, len(view))
-        view[:ahead] = self._buffer[self._at : self._at + ahead]
-        self._at += ahead
-        while ahead < len(view):
-            self._at = self._filled = 0  # nothing is left there
-            left = len(view) - ahead
-            got = self._receive(view[ahead:], self._buffer[:after])
-            ahead += min(got, left)
-            self._filled = max(0, got - left)
-
-    def _fill(self, size: int) -> None:
-        """Have at least `size` bytes read ahead; `size` is at most a frame."""
-        while self._filled - self._at < size:
-            self._refill(max(size - (self._filled - self._at), _READ_AHEAD))
-
-    def _refill(self, size: int) -> int:
-        if self._at:  # what is left is a piece of a frame's head or tail, or one small frame
-            left = self._filled - self._at
-            self._buffer[:left] = self._buffer[self._at : self._filled]
-            self._at, self._filled = 0, left
-        got = self._receive(self._buffer[self._filled : self._filled + size])
-        self._filled += got
-        return got
-
-    def _receive(self, target: memoryview, then: memoryview | None = None) -> int:
-        got = self._stream.recv_both_into(target, then) if then else self._stream.recv_into(target)
-        if not got:
-            raise LinkBroken(f"{self._place} closed the connection without a word")
-        self.last_heard = time.monotonic()
-        return got

@@ -14,21 +14,21 @@ and values, no sockets. Decoders raise Truncated or Malformed and allocate no si
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from manyhands.core.errors import Malformed, Oversized, Truncated
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from manyhands.wire.frames import Buffer
 
 METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
 CHANNEL = 1  # the one channel of a connection; channel 0 is the connection itself
 HEAD_BYTES = 7
 FRAME_BYTES = 8  # what a frame costs around its payload
-FRAME_END = 0xCE
+FRAME_END = b"\xce"
 MIN_FRAME_MAX = 4096  # the specification's own lower bound
 
 _HEAD = struct.Struct(">BHI")
@@ -252,7 +252,7 @@ def _tagged(fields: _Fields) -> tuple[int, bool]:
 
 def frame(kind: int, channel: int, payload: bytes) -> bytes:
     """One whole frame."""
-    return b"%b%b\xce" % (_HEAD.pack(kind, channel, len(payload)), payload)
+    return b"%b%b%b" % (_HEAD.pack(kind, channel, len(payload)), payload, FRAME_END)
 
 
 def method(number: Method, arguments: bytes = b"", *, channel: int = CHANNEL) -> bytes:
@@ -335,27 +335,62 @@ def publish(
         )
     target = _RESERVED + name(exchange) + name(routing_key) + _U8.pack(mandatory)
     head = method(Method.BASIC_PUBLISH, target) + frame(HEADER, CHANNEL, content)
-    return _cut(head, views, body_bytes, frame_max - FRAME_BYTES)
-
-
-def _cut(head: bytes, views: list[memoryview], body_bytes: int, size: int) -> list[Buffer]:
-    """`head`, then the body in frames of at most `size`: seams of 8 bytes between the views."""
     if not body_bytes:
         return [head]
-    room, left = min(size, body_bytes), body_bytes
-    pieces: list[Buffer] = [head + _HEAD.pack(BODY, CHANNEL, room)]
-    for whole in views:
-        view = whole
-        while view:
-            piece, view = view[:room], view[room:]
-            pieces.append(piece)
-            room -= len(piece)
-            left -= len(piece)
-            if not room and left:
-                room = min(size, left)
-                pieces.append(b"\xce" + _HEAD.pack(BODY, CHANNEL, room))
-    pieces.append(b"\xce")
-    return pieces
+    cut = cut_body(frame_max - FRAME_BYTES, body_bytes)
+    first = head + _body_head(min(cut.size, body_bytes))
+    return [first, *cut.lay_out(views, memoryview(cut.seams))]
+
+
+class Cut(NamedTuple):
+    """A body as frames of one size, and perhaps a shorter last one: all but the first head."""
+
+    size: int
+    body_bytes: int
+    seams: bytes  # what stands between two frames, for each two, and the end mark of the last
+    ends: Sequence[int]  # where each seam ends
+    num_bytes: int
+
+    def lay_out(self, body: Sequence[memoryview], seams: memoryview) -> list[memoryview]:
+        """The pieces of body and seams in the order of the wire."""
+        pieces: list[memoryview] = []
+        for i in range(len(self.ends)):
+            start = i * self.size
+            pieces += part(body, start, min(self.size, self.body_bytes - start))
+            pieces.append(seams[i * FRAME_BYTES : (i + 1) * FRAME_BYTES])
+        return pieces
+
+
+@lru_cache(maxsize=64)  # the parts of a run have one size, or a few
+def cut_body(size: int, body_bytes: int) -> Cut:
+    """The cut of a body, which is not empty, into frames of this size."""
+    starts = range(0, body_bytes, size)
+    heads = (_body_head(min(size, body_bytes - start)) for start in starts[1:])
+    seams = b"".join(FRAME_END + head for head in heads) + FRAME_END
+    ends = [(i + 1) * (size + FRAME_BYTES) for i in range(len(starts) - 1)]
+    num_bytes = body_bytes + len(seams)
+    return Cut(size, body_bytes, seams, (*ends, num_bytes), num_bytes)
+
+
+def part(views: Sequence[memoryview], start: int, size: int) -> list[memoryview]:
+    """`size` bytes of what `views` are together, from `start` on."""
+    if len(views) == 1:
+        return [views[0][start : start + size]] if size else []
+    taken: list[memoryview] = []
+    for view in views:
+        if start >= len(view):
+            start -= len(view)
+            continue
+        if not size:
+            break
+        taken.append(view[start : start + size])
+        size -= len(taken[-1])
+        start = 0
+    return taken
+
+
+def _body_head(size: int) -> bytes:
+    return _HEAD.pack(BODY, CHANNEL, size)
 
 
 _RESERVED = b"\0\0"  # a field of every old method; RabbitMQ ignores it
