@@ -253,6 +253,18 @@ class TestRefused:
         block.tensor[5] = 2
         assert not owner.adder.is_whole(part_of(1), block)
 
+    def test_bytes_of_its_own_that_are_no_bool(self):
+        """Judged as another owner would: whose part it is must not matter."""
+        owner = Owner(torch.bool)
+        owner.give(1, torch.zeros(300, dtype=torch.bool))
+        mine = torch.zeros(300, dtype=torch.uint8)
+        owner.give(ME, mine.view(torch.bool))
+        assert owner.adder.is_own_whole(part_of(ME))
+        mine[5] = 2
+        assert not owner.adder.is_own_whole(part_of(ME))
+        assert owner.adder.is_own_whole(part_of(ME, 0.0))
+        assert not owner.add((1, ME))[1].any()
+
 
 def test_contributions_stay_as_they_were():
     """An attempt that a death makes void is repeated with the same values."""

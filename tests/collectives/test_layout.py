@@ -77,6 +77,8 @@ def test_what_cannot_be_averaged():
         Layout.of([torch.empty(0)], 1024)
     with pytest.raises(UsageError, match="dense"):
         Layout.of([torch.eye(3).to_sparse()], 1024)
+    with pytest.raises(UsageError, match=r"sum of torch\.bits8 tensors is not defined"):
+        Layout.of([torch.empty(5), torch.empty(5, dtype=torch.bits8)], 1024)
 
 
 def test_tensors_of_another_layout():

@@ -12,6 +12,7 @@ from manyhands.collectives.codecs import codec_for
 from manyhands.collectives.pool import Pool
 from manyhands.collectives.reduction import Contribution, Operator, PartSum, arithmetic_for
 from manyhands.core.errors import UsageError
+from manyhands.wire.tensors import DTYPES
 
 NUM = 4
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -141,6 +142,42 @@ def test_dropping_releases_what_was_not_added():
         adding.offer(place, Contribution(values, False, lambda p=place: released.append(p)))
     adding.drop()
     assert sorted(released) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("again", [0, 1, 2], ids=["first", "added", "waiting"])
+def test_a_member_that_offers_twice_is_refused_and_nothing_is_kept(again):
+    """What it gave first counts; the memory of what it gave then is free."""
+    pool = Pool(12, keep_blocks=8)
+    given = []
+
+    def offer(place, value) -> bool:
+        block = pool.take(12)
+        given.append(block)
+        values = block.tensor.view(torch.float32).fill_(value)
+        return adding.offer(place, Contribution(values, False, lambda: pool.give(block), block))
+
+    arithmetic = arithmetic_for(Operator.SUM, torch.float32)
+    adding = PartSum(4, arithmetic, codec_for("fp32", torch.float32))
+    early = {0: (0,), 1: (0, 1), 2: (0, 2)}[again]
+    for place in early:
+        offer(place, 10.0**place)
+    missing = adding.missing()
+    with pytest.raises(UsageError, match=f"member {again} "):
+        offer(again, 7.0)
+    assert adding.missing() == missing
+    assert [offer(place, 10.0**place) for place in missing][-1]
+    assert adding.total.tolist() == [1111.0] * 3
+    pool.give(adding.home)
+    free = {block.tensor.data_ptr() for block in pool._free}
+    assert free == {block.tensor.data_ptr() for block in given}
+
+
+@pytest.mark.parametrize("name", ["bits8", "bits16", "int4", "uint1", "float4_e2m1fn_x2"])
+@pytest.mark.parametrize("operator", Operator)
+def test_dtypes_that_torch_only_stores(operator, name):
+    """They travel, but have no sum: an error where it is asked for, not where it is made."""
+    with pytest.raises(UsageError, match="not defined"):
+        arithmetic_for(operator, DTYPES[name])
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -295,6 +295,21 @@ class TestAverages:
             committed = group.round([good, bad], [1.0, 1.0])
             assert not group.results(committed)[0].isfinite().any()
 
+    @pytest.mark.parametrize("bad", [0, 1])
+    def test_bytes_that_are_no_bool_are_refused_whoever_adds_them_up(self, bad):
+        given = [[torch.zeros(10, dtype=torch.uint8)] for _ in range(2)]
+        given[bad][0][3] = 2
+        like = [torch.empty(10, dtype=torch.bool)]  # one part: the first peer owns it
+        with Group("local://", 2, like) as group:
+            for place in range(2):
+                tensors = [given[place][0].view(torch.bool)]
+                group.peers[place].contribute(group.task(place), tensors, weight=1.0)
+            for place in range(2):
+                refused = group.next(place, i.Retry).refused
+                assert refused == Ranges.of((8 * bad, 8 * bad + 8))
+            committed = [group.next(place, Committed) for place in range(2)]
+            assert not group.results(committed)[0].any()
+
     def test_finite_ones_whose_mean_is_not_are_refused_or_shown(self):
         """The round ends without any samples, at all of them alike, and the run goes on."""
         like = [torch.empty(40_000), torch.empty(3)]

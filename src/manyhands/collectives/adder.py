@@ -46,9 +46,19 @@ class Adder:
         size = 0 if block is None else block.tensor.numel()
         if size != (self.wire_bytes(part.k) if part.weight > 0 else 0):
             return False
-        if block is None or not size or self._layout.parts[part.k].dtype is not torch.bool:
+        return block is None or not size or self._are_values(part.k, block.tensor)
+
+    def is_own_whole(self, part: Part) -> bool:
+        """The same of this peer's own, whose values are in the bank."""
+        if part.weight <= 0 or self._bank.empty:
             return True
-        return int(block.tensor.max()) <= 1  # torch may do anything with other bools
+        return self._are_values(part.k, self._bank.values(part.k))
+
+    def _are_values(self, k: int, data: Tensor) -> bool:
+        """Only bools have bytes that are no value: torch may do anything with those."""
+        if self._layout.parts[k].dtype is not torch.bool:
+            return True
+        return int(data.view(torch.uint8).max()) <= 1
 
     def add_up(self, head: Sum, filed: Mapping[int, Filed], me: int) -> tuple[Sum, Block]:
         """The head with all that the values say, and the encoded result. `filed` is by member."""
@@ -84,7 +94,9 @@ class Adder:
     def _counts(self, filed: Filed, own: bool) -> bool:
         if filed.part.weight <= 0:
             return False
-        return not self._bank.empty if own else self.is_whole(filed.part, filed.block)
+        if own:
+            return not self._bank.empty and self.is_own_whole(filed.part)
+        return self.is_whole(filed.part, filed.block)
 
     def _contribution(self, k: int, filed: Filed, *, own: bool) -> Contribution:
         codec = self._bank.codecs[k]

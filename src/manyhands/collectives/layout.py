@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from manyhands.collectives.reduction import Operator, arithmetic_for
 from manyhands.core.errors import UsageError
 from manyhands.wire.tensors import spec_of
 
@@ -55,9 +56,13 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], part_bytes: int) -> Layout:
-        """Parts of at most `part_bytes`. Raises UsageError for tensors that cannot be sent."""
+        """Parts of at most `part_bytes`.
+
+        Raises UsageError for tensors that cannot be sent, or not be added up.
+        """
         for tensor in tensors:
             spec_of(tensor)
+            arithmetic_for(Operator.SUM, tensor.dtype)
         shapes = tuple((tensor.dtype, tensor.numel()) for tensor in tensors)
         parts: list[LayoutPart] = []
         numbered = list(enumerate(shapes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,11 +80,30 @@ def arithmetic_for(operator: Operator, dtype: torch.dtype) -> Arithmetic:
     if operator is Operator.MEAN and not (floating or dtype.is_complex):
         raise _refused(operator, dtype, "average floating point numbers, or sum and divide")
     if dtype.itemsize < 4 and floating:
-        return Arithmetic(operator, dtype, torch.float32)
-    if dtype is torch.complex32:
-        return Arithmetic(operator, dtype, torch.complex64)
-    dtype = _SIGNED.get(dtype, dtype)
-    return Arithmetic(operator, dtype, dtype)
+        arithmetic = Arithmetic(operator, dtype, torch.float32)
+    elif dtype is torch.complex32:
+        arithmetic = Arithmetic(operator, dtype, torch.complex64)
+    else:
+        plain = _SIGNED.get(dtype, dtype)
+        arithmetic = Arithmetic(operator, plain, plain)
+    if not _exists(arithmetic):
+        raise _refused(operator, dtype, "torch only stores them: convert to numbers")
+    return arithmetic
+
+
+@cache
+def _exists(arithmetic: Arithmetic) -> bool:
+    """Whether torch has it, tried out: it has dtypes (bits8, int4, ...) that it only stores.
+
+    Which ones, differs from release to release.
+    """
+    bits = torch.zeros(arithmetic.dtype.itemsize, dtype=torch.uint8, device="cpu")
+    try:
+        total = bits.view(arithmetic.dtype).to(arithmetic.total_dtype)
+        arithmetic.fold(total, total, total)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _refused(operator: Operator, dtype: torch.dtype, hint: str) -> UsageError:
@@ -139,10 +159,17 @@ class PartSum:
 
     def missing(self) -> list[int]:
         """The members, by place in the roster, whose contribution has not come."""
-        return [i for i in range(self._next, self._num) if i not in self._waiting]
+        return [i for i in range(self._next, self._num) if not self.has(i)]
+
+    def has(self, member: int) -> bool:
+        """Whether that member's contribution has come."""
+        return member < self._next or member in self._waiting
 
     def offer(self, member: int, contribution: Contribution) -> bool:
-        """Take one; returns `complete`."""
+        """Take one; returns `complete`. A member's second one is released, and a UsageError."""
+        if self.has(member):
+            contribution.release()
+            raise UsageError(f"member {member} has contributed to this sum already")
         self._waiting[member] = contribution
         while (turn := self._waiting.pop(self._next, None)) is not None:
             self._next += 1

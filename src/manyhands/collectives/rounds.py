@@ -411,7 +411,7 @@ class Rounds:
         part = msgspec.structs.replace(part, weight=self._bank.weight, report=report)
         if to == self._me:
             self._shelf.add_part(to, part, None, own=True)
-            return [e.PartArrived(to, part)]
+            return [e.PartArrived(to, part, refused=not self._adder.is_own_whole(part))]
         self._post.send_part(to, part)
         return ()
 

@@ -103,18 +103,38 @@ print(json.dumps(facts))
 """
 
 
-def test_two_processes_on_one_gpu(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+# A device that fails while values are on their way from it: what comes after it fails too.
+BROKEN = """
+import json, sys, time, torch, torch.distributed as dist
+rank, world, url = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.cuda.set_device(0)
+dist.init_process_group("manyhands", init_method=url, rank=rank, world_size=world)
+x = torch.ones(1_000_000, device="cuda")
+dist.all_reduce(x)
+torch.cuda.synchronize()
+if rank == 1:
+    torch.zeros(3, device="cuda")[torch.tensor([7], device="cuda")]
+start = time.perf_counter()
+try:
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print(json.dumps({"text": str(error), "took_s": time.perf_counter() - start}))
+"""
+
+
+def run_two(program: str, folder) -> list[tuple[int, dict, str]]:
+    """As two ranks, over a hub: how each has ended, the facts it printed, its errors."""
+    (folder / "program.py").write_text(program)
     with Hub("127.0.0.1:0", insecure=True) as hub:
         url = f"hub://127.0.0.1:{hub.address.port}/cuda?insecure=1"
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(program), str(rank), "2", url],
+                [sys.executable, str(folder / "program.py"), str(rank), "2", url],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")},
+                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")},
             )
             for rank in range(2)
         ]
@@ -124,8 +144,27 @@ def test_two_processes_on_one_gpu(tmp_path):
             for process in ranks:
                 process.kill()
                 process.wait()
-    for process, (_, stderr) in zip(ranks, said, strict=True):
-        assert process.returncode == 0, stderr
-    facts = [json.loads(stdout.splitlines()[-1]) for stdout, _ in said]
+    return [
+        (process.returncode, json.loads((stdout.splitlines() or ["{}"])[-1]), stderr)
+        for process, (stdout, stderr) in zip(ranks, said, strict=True)
+    ]
+
+
+def test_two_processes_on_one_gpu(tmp_path):
+    ends = run_two(PROGRAM, tmp_path)
+    for status, _, stderr in ends:
+        assert status == 0, stderr
+    facts = [fact for _, fact, _ in ends]
     print(facts)
     assert all(fact["off"] < 1e-12 for fact in facts), facts
+
+
+def test_a_device_that_fails_is_an_error_on_the_other_rank(tmp_path):
+    """How a process with a broken device ends is CUDA's affair."""
+    (status, fact, stderr), (_, broken, broken_stderr) = run_two(BROKEN, tmp_path)
+    assert status == 0, stderr
+    print(fact, broken)
+    assert "assert" in broken["text"], broken_stderr
+    assert "rank 1 (rank-1" in fact["text"]
+    assert "gave up: `all_reduce` failed on rank 1: " in fact["text"]
+    assert fact["took_s"] < 10.0

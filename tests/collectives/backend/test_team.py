@@ -146,24 +146,30 @@ def receiving(take, num=1) -> Exchange:
     return made
 
 
-def test_a_goodbye_while_what_came_before_it_is_put_in_place(team):
-    """Whoever gives and leaves is not missing, however long the copying takes."""
+def end_of(team, exchange, *, leaver):
+    """What it ends with: all data came early, `leaver` goes while rank 1's is put in place."""
     begun, go_on, ends = threading.Event(), threading.Event(), Ends()
 
     def take(block):
         begun.set()
         assert go_on.wait(PATIENCE_S)
 
-    exchange = receiving(take)
-    team.piece(1, exchange, torch.ones(1))
+    exchange.targets[1, GIVEN, 0] = Target(4, take=take)
+    for rank in exchange.waits_for():
+        team.piece(rank, exchange, torch.ones(1))
     team.settle()
     user = team.begin(exchange, ends.put)
     assert begun.wait(PATIENCE_S)
-    team.deliver(1, words.Goodbye())
-    assert team.heard.get(timeout=PATIENCE_S) == (1, words.Goodbye())
+    team.deliver(leaver, words.Goodbye())
+    assert team.heard.get(timeout=PATIENCE_S) == (leaver, words.Goodbye())
     go_on.set()
     user.join(PATIENCE_S)
-    assert ends.one is None
+    return ends.one
+
+
+def test_a_goodbye_while_what_came_before_it_is_put_in_place(team):
+    """Whoever gives and leaves is not missing, however long the copying takes."""
+    assert end_of(team, team.maker.receive(torch.zeros(1), 1), leaver=1) is None
 
 
 def test_nothing_is_put_in_place_once_the_error_is_told(team):
@@ -283,24 +289,8 @@ def test_whoever_has_what_it_needs_may_leave(team):
 
 def test_it_may_leave_while_this_rank_is_still_starting(team):
     """Data has left for it, and it for home, before all that came early is in its place."""
-    begun, go_on, ends = threading.Event(), threading.Event(), Ends()
-
-    def take(block):
-        begun.set()
-        assert go_on.wait(PATIENCE_S)
-
     exchange = team.maker.all_to_all([torch.zeros(1)] * 3, [torch.ones(1)] * 3)
-    exchange.targets[1, GIVEN, 0] = Target(4, take=take)
-    for rank in (1, 2):
-        team.piece(rank, exchange, torch.ones(1))
-    team.settle()
-    user = team.begin(exchange, ends.put)
-    assert begun.wait(PATIENCE_S)
-    team.deliver(2, words.Goodbye())
-    assert team.heard.get(timeout=PATIENCE_S) == (2, words.Goodbye())
-    go_on.set()
-    user.join(PATIENCE_S)
-    assert ends.one is None
+    assert end_of(team, exchange, leaver=2) is None
 
 
 def test_nothing_is_for_one_that_has_left(team):
@@ -357,6 +347,49 @@ def test_data_that_nobody_expects(team, when):
     assert "no bytes" in said[1].reason
     if when != "after":
         assert "no bytes" in str(ends.one)
+
+
+def test_the_same_data_twice(team):
+    """It must not be added twice, nor kept; whoever sends it is named."""
+    ends = Ends()
+    exchange = team.maker.all_reduce(torch.ones(5), Operator.SUM)
+    team.start(exchange, KEY, PATIENCE_S, ends.put)
+    for _ in range(2):
+        team.piece(1, exchange, torch.ones(5))
+    text = str(ends.one)
+    assert "rank 1 (rank-1" in text
+    assert "`all_reduce float32[5] sum` twice" in text
+
+
+@pytest.mark.parametrize("kind", ["sum", "transfer"])
+def test_bytes_that_are_no_values(team, kind):
+    ends = Ends()
+    mine = torch.zeros(5, dtype=torch.bool)
+    if kind == "sum":
+        exchange = team.maker.all_reduce(mine, Operator.SUM)
+    else:
+        exchange = team.maker.broadcast(mine, 1)
+    team.start(exchange, KEY, PATIENCE_S, ends.put)
+    team.piece(1, exchange, torch.full((5,), 2, dtype=torch.uint8))
+    text = str(ends.one)
+    assert "rank 1 (rank-1" in text
+    assert f"sent for `{exchange.form}`" in text
+    assert "other than 0 and 1" in text
+
+
+def test_what_breaks_when_the_last_data_has_left(team):
+    """On the thread that confirms it: no other would find out."""
+    ends = Ends()
+
+    def give_out():
+        raise MemoryError("no more")
+
+    exchange = team.maker.send(torch.ones(LARGE), 1)
+    exchange.last.append(give_out)
+    team.start(exchange, KEY, PATIENCE_S, ends.put)
+    assert "failed on this rank: MemoryError('no more')" in str(ends.one)
+    (said,) = [word.reason for word in team.link.words if isinstance(word, words.Failed)]
+    assert said == f"`{exchange.form}` failed on rank 0: MemoryError('no more')"
 
 
 def closing_s(team) -> float:

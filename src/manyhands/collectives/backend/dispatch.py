@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from manyhands.collectives.backend import messages as words
+from manyhands.collectives.backend.failure import blaming
 from manyhands.collectives.courier import Letter
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class Dispatch:
 
         def buffers() -> Sequence[memoryview]:
             if not prepared:
-                prepared.append(outgoing.prepare())
+                with blaming(exchange):
+                    prepared.append(outgoing.prepare())
             return prepared
 
         def sent() -> None:

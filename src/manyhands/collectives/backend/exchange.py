@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from manyhands.collectives.reduction import Contribution
+from manyhands.wire.tensors import verify_received
 
 if TYPE_CHECKING:
     from manyhands.collectives.pool import Block, Pool
@@ -88,9 +89,10 @@ class Owned:
     def offer(self, place: int, block: Block, pool: Pool) -> bool:
         """Add a member's contribution, which is then the sum's or goes back to the pool.
 
-        Returns whether the sum is complete.
+        Returns whether the sum is complete. Raises Malformed for bytes that are no values.
         """
         values = block.tensor if self.dtype is None else block.tensor.view(self.dtype)
+        verify_received(values)
         release = partial(pool.give, block)
         return self.adding.offer(place, Contribution(values, self.dtype is None, release, block))
 

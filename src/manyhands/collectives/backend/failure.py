@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from manyhands.core.errors import LinkError, ManyhandsError, UsageError
+from manyhands.core.errors import LinkError, ManyhandsError, UsageError, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Generator, Iterable, Sequence
 
+    from manyhands.collectives.backend import messages as words
     from manyhands.collectives.backend.exchange import Exchange, Target
     from manyhands.core.peers import PeerId, View
 
@@ -21,6 +23,28 @@ class TeamFailed(LinkError):
 
 class GaveUp(TeamFailed):
     """Another member said that it cannot go on."""
+
+
+def broken_here(what: str, error: Exception) -> TeamFailed:
+    """An operation has failed on this rank, by itself: nobody else will see why it is missing."""
+    failed = TeamFailed(f"`{what}` failed on this rank: {error!r}")
+    failed.__cause__ = error
+    return failed
+
+
+@contextmanager
+def blaming(exchange: Exchange, sender: tuple[int, PeerId] | None = None) -> Generator[None]:
+    """What is raised within is a failure of that operation; of `sender`'s, if it is a WireError."""
+    try:
+        yield
+    except TeamFailed:
+        raise
+    except Exception as error:
+        if sender is not None and isinstance(error, WireError):
+            rank, peer = sender
+            text = f"rank {rank} ({peer}) sent for `{exchange.form}` what is no value: {error}"
+            raise TeamFailed(text) from error
+        raise broken_here(exchange.form, error) from error
 
 
 def judge_view(
@@ -93,6 +117,11 @@ def surplus(
         f"rank {rank} ({peer}) sent piece {k} of `{exchange.form}`; this rank expects {size} there",
         hint="sizes given to one operation must agree between its members",
     )
+
+
+def twice(rank: int, peer: PeerId, piece: words.Piece) -> TeamFailed:
+    """That rank has sent the same values again."""
+    return TeamFailed(f"rank {rank} ({peer}) sent piece {piece.k} of `{piece.form}` twice")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

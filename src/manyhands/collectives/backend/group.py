@@ -64,7 +64,7 @@ class ManyhandsGroup(Member):
             operator = operator_of(opts, flat.dtype)
             return lambda: maker.all_reduce(flat, operator)
 
-        return self._run(build, tensors, opts)
+        return self._run("all_reduce", build, tensors, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Promise:  # noqa: ANN401
         return self._all([self.allreduce([tensor], opts) for tensor in tensors], tensors)
@@ -78,7 +78,7 @@ class ManyhandsGroup(Member):
             operator = operator_of(opts, flat.dtype)
             return lambda: maker.reduce(flat, root, operator)
 
-        return self._run(build, tensors, opts)
+        return self._run("reduce", build, tensors, opts)
 
     def reduce_scatter(
         self,
@@ -98,7 +98,7 @@ class ManyhandsGroup(Member):
                 )
             return lambda: maker.reduce_scatter(chunks, out, operator)
 
-        return self._run(build, outputs, opts)
+        return self._run("reduce_scatter", build, outputs, opts)
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Promise:  # noqa: ANN401
         def build(maker: Maker, buffers: Buffers) -> Make:
@@ -107,7 +107,7 @@ class ManyhandsGroup(Member):
             chunks = equal_chunks("reduce_scatter", flat, out, self.size())
             return lambda: maker.reduce_scatter(chunks, out, operator)
 
-        return self._run(build, output, opts)
+        return self._run("reduce_scatter", build, output, opts)
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -132,7 +132,7 @@ class ManyhandsGroup(Member):
             flat = buffers.read(tensor) if root == self._place else buffers.write(tensor)
             return lambda: maker.broadcast(flat, root)
 
-        return self._run(build, tensors, opts)
+        return self._run("broadcast", build, tensors, opts)
 
     def allgather(
         self,
@@ -146,7 +146,7 @@ class ManyhandsGroup(Member):
             check_each("all_gather", outs, self.size(), like=given)
             return lambda: maker.all_gather(outs, given)
 
-        return self._run(build, outputs, opts)
+        return self._run("all_gather", build, outputs, opts)
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Promise:  # noqa: ANN401
         def build(maker: Maker, buffers: Buffers) -> Make:
@@ -154,7 +154,7 @@ class ManyhandsGroup(Member):
             outs = equal_chunks("all_gather", flat, own, self.size())
             return lambda: maker.all_gather(outs, own)
 
-        return self._run(build, output, opts)
+        return self._run("all_gather", build, output, opts)
 
     all_gather_single = _allgather_base
 
@@ -197,7 +197,7 @@ class ManyhandsGroup(Member):
                 check_each("gather", outs, self.size(), like=given)
             return lambda: maker.gather(outs, given, root)
 
-        return self._run(build, outputs, opts)
+        return self._run("gather", build, outputs, opts)
 
     def scatter(
         self,
@@ -214,7 +214,7 @@ class ManyhandsGroup(Member):
                 check_each("scatter", chunks, self.size(), like=out)
             return lambda: maker.scatter(out, chunks, root)
 
-        return self._run(build, outputs, opts)
+        return self._run("scatter", build, outputs, opts)
 
     def alltoall(
         self,
@@ -228,7 +228,7 @@ class ManyhandsGroup(Member):
             self._check_crossing(outs, chunks)
             return lambda: maker.all_to_all(outs, chunks)
 
-        return self._run(build, outputs, opts)
+        return self._run("all_to_all", build, outputs, opts)
 
     def alltoall_base(
         self,
@@ -245,7 +245,7 @@ class ManyhandsGroup(Member):
             self._check_crossing(outs, chunks)
             return lambda: maker.all_to_all(outs, chunks)
 
-        return self._run(build, output, opts)
+        return self._run("all_to_all", build, output, opts)
 
     all_to_all_single = alltoall_base
 
@@ -265,11 +265,11 @@ class ManyhandsGroup(Member):
             flat = buffers.read(only(tensors, "send"))
             return lambda: maker.send(flat, to)
 
-        return self._run(build, tensors, stream=self._pair(self._place, to, tag))
+        return self._run("send", build, tensors, stream=self._pair(self._place, to, tag))
 
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int = 0) -> Promise:
         stream = self._pair(sender, self._place, tag)
-        return self._run(self._receiving(tensors, sender), tensors, stream=stream)
+        return self._run("recv", self._receiving(tensors, sender), tensors, stream=stream)
 
     def _receiving(self, tensors: Sequence[Tensor], sender: int) -> Build:
         def build(maker: Maker, buffers: Buffers) -> Make:
@@ -305,7 +305,7 @@ class ManyhandsGroup(Member):
 
         def receive(key: Key, sender: int) -> None:
             try:
-                work = self._run(self._receiving(tensors, sender), tensors, key=key)
+                work = self._run("recv", self._receiving(tensors, sender), tensors, key=key)
             except Exception as error:  # noqa: BLE001  (it is handed on, not swallowed)
                 promise.break_(error)
             else:
@@ -321,4 +321,4 @@ class ManyhandsGroup(Member):
     recvAnysource = recv_anysource
 
     def barrier(self, opts: Any = None) -> Promise:  # noqa: ANN401
-        return self._run(lambda maker, _: maker.barrier, [], opts)
+        return self._run("barrier", lambda maker, _: maker.barrier, [], opts)

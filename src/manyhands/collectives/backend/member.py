@@ -21,15 +21,18 @@ from torch.futures import Future, collect_all  # pyright: ignore[reportUnknownVa
 from manyhands.collectives.backend.arguments import place_of, timeout_of
 from manyhands.collectives.backend.buffers import Buffers
 from manyhands.collectives.backend.exchange import Exchange, Key
+from manyhands.collectives.backend.failure import TeamFailed, broken_here
 from manyhands.collectives.backend.operations import Maker
 from manyhands.collectives.backend.session import Session
 from manyhands.collectives.backend.work import Promise, Sequel, current_sequel
+from manyhands.core.errors import UsageError
 
 Make = Callable[[], Exchange]
 Build = Callable[[Maker, Buffers], Make]
 """Says which tensors are read and written, and returns what makes the exchange of them.
 
-It raises what is wrong with them: only an operation that was built has a number in its stream.
+It raises a UsageError for what is wrong with them: only an operation that was built has a number in
+its stream. Whatever else it raises is a failure of this rank.
 """
 
 
@@ -130,6 +133,7 @@ class Member(dist.ProcessGroup):
 
     def _run(
         self,
+        what: str,
         build: Build,
         result: object,
         opts: object = None,
@@ -139,14 +143,35 @@ class Member(dist.ProcessGroup):
     ) -> Promise:
         # What is made here is used on other threads, and some of it again and again.
         with torch.inference_mode(mode=False):
-            return self._start(build, result, opts, stream, key)
+            try:
+                return self._start(what, build, result, opts, stream, key)
+            except UsageError as error:
+                if key is not None:  # somebody's message was taken for it
+                    self._break(what, error)
+                raise  # without a number nobody waits for it: an error of this call alone
+            except Exception as error:
+                self._break(what, error)
+                raise
+
+    def _break(self, what: str, error: Exception) -> TeamFailed:
+        """The others would wait for what has failed here: tell them."""
+        failed = broken_here(what, error)
+        self._session.team.fail(failed)
+        return failed
 
     def _start(
-        self, build: Build, result: object, opts: object, stream: int | None, key: Key | None
+        self,
+        what: str,
+        build: Build,
+        result: object,
+        opts: object,
+        stream: int | None,
+        key: Key | None,
     ) -> Promise:
         session = self._session
         buffers = Buffers(session.stream_for)
         make = build(self._maker, buffers)
+        arrival = buffers.arrival()
         sequel: Sequel | None = None  # what follows from a message has no place in a group's order
         if key is None and stream is not None:
             key = self._next_key(stream)
@@ -165,26 +190,24 @@ class Member(dist.ProcessGroup):
             try:
                 context = buffers.put_back()
             except Exception as failed:  # noqa: BLE001  (it is handed on, not swallowed)
-                return promise.break_(failed)
+                return promise.break_(self._break(what, failed))
             with context:  # so that whoever waits, waits for the copy too
                 return promise.keep(result)
 
         def go() -> None:
-            session.team.start(make(), key, timeout_s, done)
+            try:
+                if arrival is not None:
+                    arrival()
+                exchange = make()
+            except Exception as failed:  # noqa: BLE001  (it is handed on, not swallowed)
+                promise.break_(self._break(what, failed))
+            else:
+                session.team.start(exchange, key, timeout_s, done)
 
-        arrival = buffers.arrival()
         if arrival is None:
             go()
         else:
-
-            def go_later() -> None:
-                try:
-                    arrival()
-                    go()
-                except Exception as failed:  # noqa: BLE001  (it is handed on, not swallowed)
-                    promise.break_(failed)
-
-            session.completer.put(go_later)
+            session.completer.put(go)
         return promise
 
     def _all(self, works: Sequence[Promise], result: Sequence[Any]) -> Promise:

@@ -21,15 +21,12 @@ from typing import NamedTuple
 from manyhands.collectives.backend import messages as words
 from manyhands.collectives.backend.dispatch import Dispatch
 from manyhands.collectives.backend.early import Arrival, Early
-from manyhands.collectives.backend.exchange import (
-    GIVEN,
-    Exchange,
-    Key,
-    Wanted,
-)
+from manyhands.collectives.backend.exchange import GIVEN, Exchange, Key, Wanted
 from manyhands.collectives.backend.failure import (
     GaveUp,
     TeamFailed,
+    blaming,
+    broken_here,
     disagreement,
     judge_parted,
     judge_time,
@@ -37,17 +34,13 @@ from manyhands.collectives.backend.failure import (
     name_ranks,
     surplus,
     told,
+    twice,
 )
 from manyhands.collectives.courier import Courier, Letter
 from manyhands.collectives.flow import Accounts
 from manyhands.collectives.pool import Block, Pool
 from manyhands.collectives.threads import start_thread
-from manyhands.core.errors import (
-    LinkError,
-    LinkTimeout,
-    ManyhandsError,
-    WireError,
-)
+from manyhands.core.errors import LinkError, LinkTimeout, ManyhandsError, WireError
 from manyhands.core.peers import PeerId, View
 from manyhands.links.base import Delivery, Gap, Link
 from manyhands.links.messages import Gone, Leaving
@@ -99,7 +92,7 @@ class Team:
         self._error: ManyhandsError | None = None
         self._closing = False
         self._any: list[Wanted] = []
-        self._courier = Courier(link, self._fail)
+        self._courier = Courier(link, self.fail)
         self._dispatch = Dispatch(self.roster, self._courier, self._accounts.sending, self._settled)
         self._reader: threading.Thread | None = None
         self._looked_s = 0.0  # at the deadlines
@@ -141,7 +134,9 @@ class Team:
                     self._say_here(exchange)
                     self._check_done(exchange)
         except ManyhandsError as error:
-            return self._fail(error)
+            return self.fail(error)
+        except Exception as error:  # noqa: BLE001  (whatever it is, others wait for this member)
+            return self.fail(broken_here(exchange.form, error))
 
     def send(self, rank: int, word: words.Word, buffers: Sequence[memoryview] = ()) -> None:
         """A word to one member, for whoever shares this team's link."""
@@ -163,7 +158,7 @@ class Team:
             if failed is not None:
                 wanted.fail(failed)
         except ManyhandsError as error:
-            self._fail(error)  # or somebody else has: whoever is first, fails `wanted` too
+            self.fail(error)  # or somebody else has: whoever is first, fails `wanted` too
 
     # -- sending --------------------------------------------------------------------------------
 
@@ -172,9 +167,12 @@ class Team:
             self._check_done(exchange)  # nothing else may be left to tell it
 
     def _settled(self, exchange: Exchange) -> None:
-        with self._lock:
-            exchange.unsettled -= 1
-            self._check_done(exchange)
+        try:
+            with self._lock:
+                exchange.unsettled -= 1
+                self._check_done(exchange)
+        except ManyhandsError as error:
+            self.fail(error)
 
     def _say_here(self, exchange: Exchange) -> None:
         for rank in exchange.waits_for():
@@ -227,10 +225,10 @@ class Team:
                     case Gap():
                         raise TeamFailed("messages for this member were lost on their way")
         except ManyhandsError as error:
-            self._fail(error)
+            self.fail(error)
         except Exception as error:  # whatever it is, nobody may wait for this thread any more
             log.exception("the reader of %s failed", self.link.me)
-            self._fail(TeamFailed(f"this member failed: {error!r}"))
+            self.fail(TeamFailed(f"this member failed: {error!r}"))
 
     def _deliver(self, delivery: Delivery) -> None:
         rank = self._ranks.get(delivery.sender.incarnation)
@@ -307,9 +305,7 @@ class Team:
     def _keep_early(self, rank: int, key: Key, placed: _Placed) -> None:
         """Its operation has not started here, or has ended."""
         if placed.block is None:
-            raise TeamFailed(
-                f"rank {rank} sent piece {placed.piece.k} of `{placed.piece.form}` twice"
-            )
+            raise twice(rank, self.roster[rank], placed.piece)
         self._early.keep(key, Arrival(rank, placed.piece, placed.block))
         self._match_any(key)
         if self._accounts.receiving[rank].full:
@@ -347,15 +343,19 @@ class Team:
         owned = exchange.owned.get(piece.k) if piece.step == GIVEN else None
         complete, results = False, ()
         if owned is not None and block is not None and len(block.view) == owned.num_bytes:
+            if owned.adding.has(place):
+                raise twice(rank, self.roster[rank], piece)
             num_bytes = owned.num_bytes
-            complete = owned.offer(place, block, self.pool)
-            results = owned.finish() if complete else ()
+            with blaming(exchange, (rank, self.roster[rank])):
+                complete = owned.offer(place, block, self.pool)
+                results = owned.finish() if complete else ()
         else:
             target = exchange.targets.get(spot)
             if target is None or (block and len(block.view) != target.num_bytes):
                 raise surplus(exchange, rank, self.roster[rank], piece.k, target)
             num_bytes = target.num_bytes
-            target.fill(block)
+            with blaming(exchange, (rank, self.roster[rank])):
+                target.fill(block)
             if block is not None:
                 self.pool.give(block)
         with self._lock:
@@ -374,10 +374,11 @@ class Team:
         if exchange.arrived and not exchange.unsettled and self._running.get(exchange.key):
             if self._dispatch.holds(exchange):
                 return
+            with blaming(exchange):  # while it is among those that are told of a failure
+                for act in exchange.last:
+                    act()
             del self._running[exchange.key]
             self._early.finish(exchange.key)
-            for act in exchange.last:
-                act()
             exchange.done(None)
 
     # -- life -----------------------------------------------------------------------------------
@@ -428,8 +429,12 @@ class Team:
                     who = name_ranks(exchange.waits_for())
                     log.warning("`%s` has waited %.0f s for %s", exchange.form, _STALL_S, who)
 
-    def _fail(self, error: ManyhandsError) -> None:
-        """Nothing works from here on. Tells the others why, closes the link, then tells us."""
+    def fail(self, error: ManyhandsError) -> None:
+        """Nothing works from here on. Tells the others why, closes the link, then tells us.
+
+        An operation that fails before its `start` is none of the team's: whoever wants it is told
+        by whoever calls this.
+        """
         with self._lock:
             if self._error is not None:
                 return
