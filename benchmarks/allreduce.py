@@ -29,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from bare_relay import BarePeer
+from guardian import guarded
 from harness import (
     Worker,
     bare_relay_process,
@@ -84,7 +85,7 @@ class TeamPeer:
             flat = buffers.both(self.tensor)
             return lambda: maker.all_reduce(flat, Operator.MEAN, self._wire)
 
-        self._group._run(build, [self.tensor]).wait()
+        self._group._run("all_reduce", build, [self.tensor]).wait()
 
 
 class RoundsPeer:
@@ -269,18 +270,20 @@ def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting:
     numel = mbytes * 250_000
     with contextlib.ExitStack() as stack:
         port = free_port()
-        workers = [Worker(__file__, "--peer", rank, size, numel, port) for rank in range(size)]
-        for worker in workers:
-            stack.callback(worker.close)
+        workers = [
+            stack.enter_context(Worker(__file__, "--peer", rank, size, numel, port))
+            for rank in range(size)
+        ]
         if any(v["link"] == "bare" for v in plan):
             urls["bare"], pid = stack.enter_context(bare_relay_process(size))
             meeting["bare"] = [pid]
         others = None
         if any(v["link"] == "hivemind" for v in plan):
             script = str(Path(__file__).with_name("hivemind_peer.py"))
-            others = [Worker(script, rank, size, numel, free_port()) for rank in range(size)]
-            for worker in others:
-                stack.callback(worker.close)
+            others = [
+                stack.enter_context(Worker(script, rank, size, numel, free_port()))
+                for rank in range(size)
+            ]
             first = others[0].hear()
             for worker in others[1:]:
                 worker.say(**first)
@@ -416,4 +419,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--peer"]:
         peer(*(int(word) for word in sys.argv[2:]))
     else:
-        main()
+        with guarded():
+            main()

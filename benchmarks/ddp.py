@@ -26,6 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from guardian import guarded
 from harness import (
     Worker,
     cpu_of,
@@ -156,10 +157,9 @@ def measure(size: int, millions: float, args, urls: dict, meeting: dict) -> list
         for backend in backends:
             where = init_method_of(backend, urls, folder)
             crews[backend] = [
-                Worker(__file__, "--rank", r, size, millions, where) for r in range(size)
+                stack.enter_context(Worker(__file__, "--rank", r, size, millions, where))
+                for r in range(size)
             ]
-            for worker in crews[backend]:
-                stack.callback(worker.close)
         parameters = {w.hear()["parameters"] for crew in crews.values() for w in crew}
         (count,) = parameters
         said: dict[str, list] = {backend: [] for backend in backends}
@@ -296,4 +296,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         rank_main(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
     else:
-        main()
+        with guarded():
+            main()

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Self
 
 import psutil
 
 from manyhands._version import __version__
+from manyhands.testing.processes import end_tree
 
 
 def forget_peaks(pids: list[int]) -> None:
@@ -78,6 +80,7 @@ def hub_process(*, tls: bool):
             [sys.executable, "-m", "manyhands", *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # see Worker
         )
         try:
             said = json.loads(process.stdout.readline())
@@ -92,7 +95,9 @@ def hub_process(*, tls: bool):
 def bare_relay_process(size: int):
     """A relay for one run of `size` peers; yields its port and process id."""
     script = str(Path(__file__).with_name("bare_relay.py"))
-    process = subprocess.Popen([sys.executable, script, str(size)], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, script, str(size)], stdout=subprocess.PIPE, start_new_session=True
+    )
     try:
         yield process.stdout.readline().decode().strip(), process.pid
     finally:
@@ -102,14 +107,32 @@ def bare_relay_process(size: int):
 
 
 class Worker:
-    """A process of a benchmark: one JSON object a line in, one a line out."""
+    """A process of a benchmark: one JSON object a line in, one a line out.
+
+    `with Worker(...)` waits for its end, or makes it end, with all it has started, when the block
+    fails: the others it would say goodbye to may be gone.
+    """
 
     def __init__(self, script: str, *args: object, python: str = sys.executable) -> None:
         command = [python, script, *(str(arg) for arg in args)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            # Ctrl-C at the terminal is for the benchmark, which ends its processes itself.
+            start_new_session=True,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            end_tree(self.process, patience_s=0.0)
+        self.close()
 
     def say(self, **words: object) -> None:
         """Give it something to do."""

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from guardian import guarded
 from harness import cpu_of, forget_peaks, hub_process, machine, peaks_of, quantile
 
 from manyhands.core.address import parse_address
@@ -35,6 +36,7 @@ from manyhands.links.amqp.line import Deaf
 from manyhands.links.base import Delivery, open_link
 from manyhands.links.messages import Ready
 from manyhands.testing.broker import Broker
+from manyhands.testing.processes import end_tree
 
 BIG, SMALL = 1 << 20, 64
 
@@ -121,10 +123,12 @@ def run_peers(url: str, size: int, pattern: str, num_bytes: int, count: int, mee
     run = f"bench-{os.urandom(4).hex()}"
     forget_peaks(meeting)
     before = cpu_of(meeting)
-    jobs = [
-        start_child("peer", url, run, rank, size, pattern, num_bytes, count) for rank in range(size)
-    ]
-    said = [result_of(job) for job in jobs]
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(child("peer", url, run, rank, size, pattern, num_bytes, count))
+            for rank in range(size)
+        ]
+        said = [result_of(job) for job in jobs]
     return {
         "elapsed_s": max(s["elapsed_s"] for s in said),
         "cpu_s": sum(s["cpu_s"] for s in said) + cpu_of(meeting) - before,
@@ -205,12 +209,12 @@ def run_amqp_raw(url: str, num_bytes: int, count: int, meeting: list[int]):
     channel.consume(queue, "c", no_ack=True)
     forget_peaks(meeting)
     before = cpu_of(meeting)
-    child = start_child("publish", url, queue, num_bytes, count + 1)
-    handler.started.wait(60)
-    cpu, start = time.process_time(), time.perf_counter()
-    handler.done.wait(120)
-    elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
-    published = result_of(child)
+    with child("publish", url, queue, num_bytes, count + 1) as publisher:
+        handler.started.wait(60)
+        cpu, start = time.process_time(), time.perf_counter()
+        handler.done.wait(120)
+        elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
+        published = result_of(publisher)
     channel.close()
     reader.join()
     broker = cpu_of(meeting) - before
@@ -242,22 +246,37 @@ def amqp_channel(url: str, handler: Count, setup):
     return channel, reader
 
 
-def start_child(call: str, *args) -> subprocess.Popen:
-    """A process that calls the function of that name; its result is read by `result_of`."""
-    child = subprocess.Popen(
-        [sys.executable, __file__, "--call", call], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+@contextlib.contextmanager
+def child(name: str, *args):
+    """A process that calls the function of that name; its result is read by `result_of`.
+
+    Whoever leaves without reading that ends it, with all it has started.
+    """
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--call", name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # see Worker
     )
-    child.stdin.write(json.dumps(args).encode() + b"\n")
-    child.stdin.close()
-    return child
+    try:
+        process.stdin.write(json.dumps(args).encode() + b"\n")
+        process.stdin.close()
+        yield process
+    finally:
+        end_tree(process, patience_s=0.0)
+        process.stdout.close()
 
 
-def result_of(child: subprocess.Popen):
-    said = child.stdout.read()
-    child.stdout.close()
-    if child.wait():
-        raise RuntimeError(f"a process of the benchmark failed with {child.returncode}")
+def result_of(process: subprocess.Popen):
+    said = process.stdout.read()
+    if process.wait():
+        raise RuntimeError(f"a process of the benchmark failed with {process.returncode}")
     return json.loads(said)
+
+
+def call(name: str, *args):
+    with child(name, *args) as process:
+        return result_of(process)
 
 
 # -- the whole ------------------------------------------------------------------------------------
@@ -288,12 +307,11 @@ def turn(cell, urls: dict[str, str], meeting: dict[str, list[int]], quick: bool)
     link, size, pattern, num_bytes = cell
     count = count_for(link, pattern, size, num_bytes, quick)
     if link == "socket":
-        result = result_of(start_child("run_socket", num_bytes, count))
+        result = call("run_socket", num_bytes, count)
     elif link == "amqp-raw":
-        job = start_child("run_amqp_raw", urls["amqp"], num_bytes, count, meeting["amqp"])
-        result = result_of(job)
+        result = call("run_amqp_raw", urls["amqp"], num_bytes, count, meeting["amqp"])
     elif link == "local":
-        result = result_of(start_child("run_local", size, pattern, num_bytes, count))
+        result = call("run_local", size, pattern, num_bytes, count)
     else:
         result = run_peers(urls[link], size, pattern, num_bytes, count, meeting[link])
     pairs = sum(len(targets_of(r, size, pattern)) for r in range(size))
@@ -384,4 +402,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--call"]:
         print(json.dumps(CALLS[sys.argv[2]](*json.loads(sys.stdin.readline()))))
     else:
-        main()
+        with guarded():
+            main()

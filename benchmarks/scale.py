@@ -24,6 +24,7 @@ import sys
 import time
 from pathlib import Path
 
+from guardian import guarded
 from harness import Worker, cpu_of, forget_peaks, machine, memory_of, peaks_of, quantile
 
 PEERS = 2
@@ -190,9 +191,10 @@ def measure(parameters: int, rounds: int, url: str, broker_pids: list[int]) -> d
     run = f"scale-{os.urandom(4).hex()}"
     with contextlib.ExitStack() as stack:
         forget_peaks(broker_pids)
-        crew = [Worker(__file__, "--peer", rank, parameters, url, run) for rank in range(PEERS)]
-        for worker in crew:
-            stack.callback(worker.close)
+        crew = [
+            stack.enter_context(Worker(__file__, "--peer", rank, parameters, url, run))
+            for rank in range(PEERS)
+        ]
         (num_bytes,) = {worker.hear()["num_bytes"] for worker in crew}
         for worker in crew:  # one after the other: the first founds the run
             worker.say(join=True)
@@ -292,4 +294,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--peer"]:
         peer(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
     else:
-        main()
+        with guarded():
+            main()

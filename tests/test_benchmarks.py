@@ -5,13 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
-from manyhands.testing.processes import end_tree
+from manyhands.testing.processes import end_all, end_tree, is_gone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 ROW = {"link", "tls", "peers", "median_s", "p10_s", "p90_s", "cpu_s"}
@@ -88,3 +95,175 @@ def test_scale(tmp_path: Path) -> None:
     keys = AVERAGING | {"parameters", "wrong_values", "extra_bound_bytes"}
     (row,) = rows_of(tmp_path, "scale", "--parameters", "1e6", keys=keys)
     assert row["wrong_values"] == 0
+
+
+# -- ended before its end -------------------------------------------------------------------------
+
+GUARDED = """
+import subprocess, sys, tempfile, time
+from guardian import guarded
+with guarded():
+    tempfile.mkdtemp()
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    subprocess.run(["sh", "-c", "sleep 1000 >/dev/null 2>&1 &"])  # its parent is gone
+    print(flush=True)
+    try:
+        time.sleep(1000)
+    finally:
+        print(flush=True)
+        time.sleep(SLOW)
+"""
+RABBIT = "beam.smp"
+LONG = {
+    "allreduce": "--link hub,amqp --peers 2 --mbytes 1 --turns 100000",
+    "ddp": "--backend gloo,hub,amqp --ranks 2 --parameters 0.1 --turns 100000",
+    "links": "--link hub,amqp --peers 2 --turns 100000",
+    "scale": "--parameters 1e6 --rounds 100000",
+}
+
+
+class Ended:
+    """A process that is to be ended, and all that it had started by then."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self._log = process, log
+        self.family: list[psutil.Process] = []
+
+    def wait_for(self, *words: str) -> None:
+        """Until it has descendants with each of these words in their commands."""
+        deadline = time.monotonic() + 60
+        while True:
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            self.family = psutil.Process(self.process.pid).children(recursive=True)
+            told = " ".join(command_of(member) for member in self.family)
+            if all(word in told for word in words):
+                return
+            time.sleep(0.02)
+
+    def left(self) -> list[psutil.Process]:
+        """Who of them is still there."""
+        return [member for member in self.family if not is_gone(member)]
+
+    @property
+    def said(self) -> str:
+        """On standard error."""
+        return self._log.read_text()
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""  # it has just ended
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Ended]]:
+    """Starts a command whose temporary files are in `scratch`; ends it and what it left."""
+    (tmp_path / "scratch").mkdir()
+    log = tmp_path / "log"
+    all_of_them: list[Ended] = []
+
+    def begin(*command: object) -> Ended:
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                cwd=FOLDER,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "TMPDIR": str(tmp_path / "scratch")},
+                start_new_session=True,  # a group of its own, as a shell would make it
+            )
+        all_of_them.append(Ended(process, log))
+        return all_of_them[-1]
+
+    yield begin
+    for one in all_of_them:
+        end_tree(one.process, patience_s=0.0)
+        one.process.stdout.close()
+        end_all(one.family)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_benchmark_that_is_ended_leaves_nothing(
+    start: Callable[..., Ended], tmp_path: Path, name: str
+) -> None:
+    """By a signal to its whole group, as `timeout` and Ctrl-C send it."""
+    number = signal.SIGTERM if name in ("allreduce", "links") else signal.SIGINT
+    one = start(FOLDER / f"{name}.py", *LONG[name].split())
+    worker = {"ddp": "--rank", "links": "--call"}.get(name, "--peer")
+    one.wait_for(RABBIT, worker)
+    os.killpg(one.process.pid, number)
+    code = one.process.wait(60)
+    assert one.left() == []
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert code == 128 + number
+    assert "Traceback" not in one.said, one.said
+
+
+def test_a_benchmark_that_is_killed_or_ended_while_its_broker_starts_leaves_nothing(
+    start: Callable[..., Ended], tmp_path: Path
+) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        one = start(FOLDER / "scale.py", *LONG["scale"].split())
+        one.wait_for(RABBIT)
+        one.process.send_signal(number)
+        one.process.wait(60)
+        soon_gone(one, tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_guarded(start: Callable[..., Ended], tmp_path: Path, number: int) -> None:
+    one = start("-c", GUARDED.replace("SLOW", "0"))
+    one.process.stdout.readline()
+    one.family = children_of(one, tmp_path)
+    one.process.send_signal(number)
+    code = one.process.wait(60)
+    if number in (signal.SIGTERM, signal.SIGINT):
+        assert code == 128 + number
+        assert one.left() == []  # by then, not soon after
+        assert list((tmp_path / "scratch").iterdir()) == []
+    else:
+        assert code == -number
+        soon_gone(one, tmp_path)
+    assert "Traceback" not in one.said, one.said
+
+
+def test_guarded_cleans_up_whatever_signal_comes_next(
+    start: Callable[..., Ended], tmp_path: Path
+) -> None:
+    one = start("-c", GUARDED.replace("SLOW", "0.5"))
+    one.process.stdout.readline()
+    one.family = children_of(one, tmp_path)
+    one.process.send_signal(signal.SIGINT)
+    one.process.stdout.readline()  # the clean-up has begun
+    one.process.send_signal(signal.SIGINT)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(60) == 128 + signal.SIGINT
+    assert one.left() == []
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert "Traceback" not in one.said, one.said
+
+
+def children_of(one: Ended, tmp_path: Path) -> list[psutil.Process]:
+    """The guardian, and both that sleep, one of them no child any more."""
+    sleepers = [p for p in psutil.process_iter() if is_under(p, tmp_path / "scratch")]
+    assert len(sleepers) == 2
+    return [*psutil.Process(one.process.pid).children(recursive=True), *sleepers]
+
+
+def soon_gone(one: Ended, tmp_path: Path) -> None:
+    """Nobody could wait for it to be so."""
+    deadline = time.monotonic() + 20
+    while one.left() or list((tmp_path / "scratch").iterdir()):
+        assert time.monotonic() < deadline, one.left()
+        time.sleep(0.02)
+
+
+def is_under(process: psutil.Process, folder: Path) -> bool:
+    """Whether its temporary files are in a folder inside this one."""
+    try:
+        return Path(process.environ().get("TMPDIR", "/")).parent == folder
+    except psutil.Error:
+        return False  # it has just ended, or is another user's

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -39,6 +41,37 @@ def examine(budget):
 def nowhere(port, **changes):
     values = {"host": "127.0.0.1", "port": port, "token": "t0ken-value", "fingerprint": "ab" * 32}
     return HubAddress(**(values | changes))
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_an_examination_is_nothing_that_a_hub_warns_of(examine, caplog, insecure):
+    caplog.set_level(logging.INFO)
+    with Hub("127.0.0.1:0", insecure=insecure) as hub:
+        assert examine(hub.address).problems == []
+        until(lambda: "doctor-near" in caplog.text and caplog.text.count(" is out of run ") == 3)
+    assert warned_of(caplog) == []
+
+
+def test_a_hub_that_serves_other_runs_warns_of_peers_but_not_of_the_doctor(examine, caplog):
+    caplog.set_level(logging.INFO)
+    with Hub("127.0.0.1:0", runs=frozenset({"mine"})) as hub:
+        examine(hub.address)
+        until(lambda: "the doctor asked" in caplog.text)
+        assert warned_of(caplog) == []
+        examine(replace(hub.address, token="wrong-token-value"))
+        until(lambda: "token is wrong" in caplog.text)
+    assert ["token" in message for message in warned_of(caplog)] == [True]
+
+
+def warned_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def until(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_hub_that_works(hub, examine):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -222,6 +224,16 @@ def test_a_hub_closes_while_a_connection_is_silent(hubs, insecure):
 
 
 @pytest.mark.parametrize("insecure", [False, True])
+def test_a_silent_connection_that_comes_while_a_hub_closes_is_ended(hubs, insecure):
+    hub = hubs(insecure=insecure)
+    hub.close()
+    here, there = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool, here:
+        # Accepted before, served after: nobody else would end it any more.
+        pool.submit(hub._serve, there, ("127.0.0.1", 1)).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("insecure", [False, True])
 @pytest.mark.parametrize(
     "garbage",
     [
@@ -294,6 +306,39 @@ def eventually(work):
         except Refused:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def is_quiet(caplog) -> bool:
+    """Whether, all connections having ended, there was nothing to warn of."""
+    deadline = time.monotonic() + PATIENCE_S
+    while any(t.name == "hub connection" for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_who_only_looks_whether_a_hub_listens_is_nothing_to_warn_of(hubs, caplog, insecure, how):
+    caplog.set_level(logging.DEBUG)
+    hub = hubs(insecure=insecure)
+    with Stranger(hub.address) as stranger:
+        if how == "reset":
+            linger = struct.pack("ii", 1, 0)
+            stranger.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    assert logged(caplog, "127.0.0.1", "without a byte")
+    assert is_quiet(caplog)
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_who_breaks_off_after_a_byte_or_stays_too_long_is_warned_of(hubs, caplog, insecure):
+    hub = hubs(insecure=insecure, limits=HubLimits(handshake_s=0.5))
+    with Stranger(hub.address) as stranger:
+        stranger.sock.sendall(b"\x16" if not insecure else b"M")
+    assert logged(caplog, "connection ended")
+    with Stranger(hub.address) as stranger:
+        assert stranger.is_hung_up()
+    assert logged(caplog, "no greeting in time")
 
 
 def test_the_number_of_strangers_is_limited(hubs, links, caplog):

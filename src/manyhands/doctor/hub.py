@@ -30,7 +30,7 @@ from manyhands.doctor.report import (
     warning,
 )
 from manyhands.links.base import new_peer
-from manyhands.links.hub import Hub
+from manyhands.links.hub import DOCTOR_NAME, Hub
 from manyhands.links.messages import (
     HEADER_BYTES,
     SCHEMA,
@@ -231,7 +231,7 @@ def judge_offset(hub_s: float, asked_s: float, answered_s: float) -> Finding:
 def greet(address: HubAddress, limit_s: float) -> Header:
     """The hub's first frame. Raises OSError, WireError; TimeoutError after `limit_s` of silence."""
     assert address.run is not None
-    hello = Hello(address.run, new_peer("doctor-hello"), address.token, Terms(), __version__, None)
+    hello = Hello(address.run, new_peer(DOCTOR_NAME), address.token, Terms(), __version__, None)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(
             socket.create_connection((address.host, address.port), timeout=limit_s)

@@ -59,6 +59,7 @@ from manyhands.links.tls import server_context
 from manyhands.wire.frames import FrameReader, Limits
 
 _KEEP_BYTES = 64 << 20  # of memory for frames while none are on their way
+DOCTOR_NAME = "doctor-hello"  # what `manyhands doctor` calls itself while it only asks
 _SHOWN = 120  # characters of a stranger's name in a log
 _TICK_S = 0.2  # at least this often; a room with short leases asks for more
 log = logging.getLogger(__name__)
@@ -201,6 +202,8 @@ class Hub:
         stream: Stream | None = None
         sock = raw
         try:
+            if self._closing.is_set():
+                _shut(raw)  # `close` may have looked for it before it was there
             if not _speaks(raw):
                 return self._log_silence(raw, where)
             if self._tls is not None:
@@ -261,14 +264,24 @@ class Hub:
             raise Malformed(f"a connection starts with Hello, not {type(hello).__name__}")
         session = self._admit(hello, stream)
         if isinstance(session, Refusal | Dismissal):
-            text = session.message if isinstance(session, Refusal) else session.reason
-            who = str(hello.peer)[:_SHOWN]
-            log.warning("%s:%s, %r of run %r turned away: %s", *where, who, hello.run, text)
+            self._log_refusal(hello, session, where)
             return stream.send([SCHEMA.encode(session)], timeout_s=1.0)
         reader.limits = Limits(
             header_bytes=HEADER_BYTES, payload_bytes=session.room.terms.part_bytes
         )
         return session.read(stream, reader)
+
+    def _log_refusal(
+        self, hello: Hello, refusal: Refusal | Dismissal, where: tuple[str, int]
+    ) -> None:
+        text = refusal.message if isinstance(refusal, Refusal) else refusal.reason
+        unserved = isinstance(refusal, Refusal) and refusal.code == "run"
+        if unserved and hello.peer.name == DOCTOR_NAME:
+            # It has the token, and tries a run of its own first: no peer stays out by that.
+            log.info("%s:%s: the doctor asked: %s", *where, text)
+        else:
+            who = str(hello.peer)[:_SHOWN]
+            log.warning("%s:%s, %r of run %r turned away: %s", *where, who, hello.run, text)
 
     def _admit(self, hello: Hello, stream: Stream) -> Session | Refusal | Dismissal:
         if not self.address.insecure and not hmac.compare_digest(

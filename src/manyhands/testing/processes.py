@@ -10,7 +10,7 @@ import psutil
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["end_tree", "is_gone", "tree_of"]
+__all__ = ["end_all", "end_tree", "is_gone", "tree_of"]
 
 KILL_PATIENCE_S = 10.0
 
@@ -37,18 +37,26 @@ def end_tree(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
 
     It is asked (SIGTERM) and after `patience_s` made (SIGKILL); with no patience it is not asked.
     """
+    # Once it has been waited for, its id may be another process's.
+    if process.poll() is not None:
+        return
     # Before the signal: once their parent is gone, descendants cannot be found any more.
     family = tree_of(process.pid)
     if patience_s > 0:
         process.terminate()
         _wait(family, patience_s)
-    for member in family:
+    end_all(family)
+    process.wait()
+
+
+def end_all(processes: list[psutil.Process]) -> None:
+    """Makes them end (SIGKILL), children or not, and waits for it; reaps none."""
+    for process in processes:
         try:
-            member.kill()  # psutil checks that the id was not given to another process
+            process.kill()  # psutil checks that the id was not given to another process
         except psutil.NoSuchProcess:
             continue
-    process.wait()
-    _wait(family, KILL_PATIENCE_S)
+    _wait(processes, KILL_PATIENCE_S)
 
 
 def _wait(family: list[psutil.Process], patience_s: float) -> None:
