@@ -46,6 +46,15 @@ def test_the_same_hub_after_a_restart(tmp_path, number):
         assert second["code"] == first["code"]
 
 
+def test_impatient_fingers(tmp_path):
+    """Signals while it closes change nothing."""
+    with hub("--state", str(tmp_path)) as (process, _):
+        for _ in range(50):
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
 def test_advertise_is_what_the_code_says(tmp_path):
     with hub("--state", str(tmp_path), "--advertise", "hub.example.org:1234") as (_, said):
         assert (said["host"], said["port"]) == ("hub.example.org", 1234)

@@ -7,9 +7,7 @@ import logging
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -55,17 +53,13 @@ def hub(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     bind = bind or (f"127.0.0.1:{HUB_PORT}" if insecure else f"0.0.0.0:{HUB_PORT}")
     state = state or default_state()
-    stop = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+    # Waited for, not handled: a second Ctrl-C does not fall into the closing.
+    ends = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     runs = frozenset(run) if run else None
     with Hub(bind, advertise=advertise, state=state, insecure=insecure, runs=runs) as running:
         _announce(running, state, json_output, guessed=advertise is None)
-        stop.wait()
+        signal.sigwait(ends)
     if not json_output:
         print("stopped; peers look for it for a minute")
 

@@ -19,7 +19,6 @@ from manyhands.core.errors import UsageError
 
 if TYPE_CHECKING:
     from manyhands.collectives.codecs import Codec
-    from manyhands.collectives.pool import Block
 
 
 class Operator(Enum):
@@ -114,28 +113,27 @@ def _refused(operator: Operator, dtype: torch.dtype, hint: str) -> UsageError:
 class Contribution:
     """One member's values of a part: plain, or as bytes of a codec. `release` frees its memory.
 
-    With a `block` the memory is the sum's to use: the total may be made in it.
+    `final`: the total ends in its memory.
     """
 
     values: Tensor
     coded: bool
     release: Callable[[], None]
-    block: Block | None = None
+    final: bool = False
 
 
 class PartSum:
     """Takes contributions as they come and adds them in roster order into `total`.
 
     `memory` gives what the total is made in, when there is something to add: flat, of the
-    arithmetic's total dtype. Without it the total is made in a contribution's own `block`, which
-    is then `home` and not released: of plain ones that are not narrow, if one of the first two
-    members' has a block. All other contributions stay intact. `codec` reads those that are
-    `coded`, which only SUM and MEAN can be. A mean is not divided here. Not thread-safe.
+    arithmetic's total dtype. Contributions then stay intact. Without it their own memory is used,
+    and one of them is `final`; none may be coded or narrow. `codec` reads those that are `coded`,
+    which only SUM and MEAN can be. A mean is not divided here. Not thread-safe.
     """
 
     __slots__ = (
-        *("_arithmetic", "_codec", "_first", "_memory", "_next", "_num", "_waiting"),
-        *("home", "total"),
+        *("_arithmetic", "_codec", "_first", "_home", "_memory", "_next", "_num", "_waiting"),
+        "total",
     )
 
     def __init__(
@@ -149,7 +147,7 @@ class PartSum:
         self._waiting: dict[int, Contribution] = {}
         self._first: Contribution | None = None
         self._next = 0
-        self.home: Block | None = None
+        self._home: Contribution | None = None  # whose memory the total is in
         self.total: Tensor
 
     @property
@@ -178,10 +176,11 @@ class PartSum:
 
     def drop(self) -> None:
         """Forget everything: this sum is not wanted any more."""
-        for held in (*self._waiting.values(), *([self._first] if self._first else [])):
-            held.release()
+        for held in (*self._waiting.values(), self._first, self._home):
+            if held is not None:
+                held.release()
         self._waiting.clear()
-        self._first = None
+        self._first = self._home = None
 
     def _fold(self, turn: Contribution) -> None:
         plain = not (turn.coded or self._arithmetic.narrow)
@@ -207,12 +206,11 @@ class PartSum:
     def _room(self, *turns: Contribution) -> Tensor:
         if self._memory is not None:
             return self._memory()
-        turn = next(turn for turn in turns if turn.block is not None)
-        self.home = turn.block
-        return turn.values
+        self._home = next((turn for turn in turns if turn.final), turns[0])
+        return self._home.values
 
     def _release(self, turn: Contribution) -> None:
-        if turn.block is None or turn.block is not self.home:
+        if turn is not self._home:
             turn.release()
 
     def _load(self, turn: Contribution) -> None:
@@ -227,5 +225,10 @@ class PartSum:
         elif self._arithmetic.narrow:
             values = turn.values.to(self.total.dtype)
             self._arithmetic.fold(self.total, values, self.total)
+        elif turn.final and self._home is not None:
+            self._arithmetic.fold(self.total, turn.values, turn.values)
+            self.total = turn.values
+            self._home.release()
+            self._home = turn
         else:
             self._arithmetic.fold(self.total, turn.values, self.total)

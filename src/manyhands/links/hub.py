@@ -396,9 +396,9 @@ class Hub:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=body, name=name, daemon=True)
-        with self._lock:
+        with self._lock:  # `close` joins whatever it finds there
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
 
 def _speaks(sock: socket.socket) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from manyhands.collectives.backend import messages as words
+from manyhands.collectives.backend.exchange import RESULT
 from manyhands.collectives.backend.failure import blaming
 from manyhands.collectives.courier import Letter
 
@@ -95,6 +96,8 @@ class Dispatch:
                     self._settled(exchange)
 
         confirm = sent if outgoing.release is not None or not outgoing.settled else None
+        # Of a tensor's sums the last one asks for all.
+        hurry = not outgoing.settled and not (outgoing.step == RESULT and exchange.owned)
         for address in addresses:
-            letter = Letter(address, message, buffers, confirm, hurry=not outgoing.settled)
+            letter = Letter(address, message, buffers, confirm, hurry=hurry)
             self._courier.post(letter, urgent=outgoing.urgent)

@@ -94,7 +94,7 @@ class Owned:
         values = block.tensor if self.dtype is None else block.tensor.view(self.dtype)
         verify_received(values)
         release = partial(pool.give, block)
-        return self.adding.offer(place, Contribution(values, self.dtype is None, release, block))
+        return self.adding.offer(place, Contribution(values, self.dtype is None, release))
 
 
 @dataclass(slots=True, eq=False)

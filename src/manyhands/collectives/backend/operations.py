@@ -131,17 +131,27 @@ class Maker:
 
         # Memory of its own only where the total is not what is sent.
         apart = arithmetic.narrow or not codec.raw
-        adding = PartSum(num, arithmetic, codec, room if apart else None)
-        adding.offer(self.me, Contribution(piece, coded=False, release=_nothing))
+        in_place = final.data_ptr() == piece.data_ptr()
+        memory = room if apart else None if in_place else lambda: final
+        adding = PartSum(num, arithmetic, codec, memory)
+        adding.offer(self.me, Contribution(piece, coded=False, release=_nothing, final=in_place))
 
         def finish() -> Sequence[Outgoing]:
             if arithmetic.operator is Operator.MEAN:
                 adding.total.div_(num)
-            wire = self.pool.take(num_bytes) if adding.home is None else adding.home
-            if codec.raw and arithmetic.narrow:
+            if apart:
+                return recode()
+            if not to_all:
+                return ()
+            view = bytes_of(final)
+            return (Outgoing(None, RESULT, k, num_bytes, lambda: view, settled=False),)
+
+        def recode() -> Sequence[Outgoing]:
+            wire = self.pool.take(num_bytes)
+            if codec.raw:
                 # Not the codec's rounding: what overflows must be inf, as in any torch backend.
                 wire.tensor.view(piece.dtype).copy_(adding.total)
-            elif apart:
+            else:
                 codec.encode(adding.total, wire.tensor)
             for block in scratch:
                 self.pool.give(block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -77,7 +78,7 @@ class Session:
         self._closed = False
         self.team.start_reading()
         # Threads that live on into the end of the interpreter abort the process.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def stream_for(self, device: torch.device) -> torch.cuda.Stream:
         """The stream that copies to and from this device."""
@@ -98,9 +99,16 @@ class Session:
             if self._closed:
                 return
             self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         self.team.close()
         self.completer.close()
+
+    def _close_at_exit(self) -> None:
+        # A Ctrl-C from here on ends the process at once; as an exception it would only be shown.
+        here = threading.current_thread() is threading.main_thread()
+        if here and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.close()
 
     # -- the store ------------------------------------------------------------------------------
 

@@ -61,8 +61,8 @@ class Completer:
         self._num_idle = 1
         name = f"complete {self._name} {len(self._threads)}"
         thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def _serve(self) -> None:
         while True:
