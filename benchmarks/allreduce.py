@@ -8,15 +8,19 @@ and take turns: a few rounds over one link, then over the next, so that a distur
 meets them alike. Each round averages fresh numbers, begins with a barrier over gloo, and counts as
 long as its slowest peer took. `engine`: `team` is what the torch backend does (fixed roster, in
 place), `rounds` the elastic engine (any roster; a result of its own, kept until it is stable).
-`cpu_s` is of all peers and the meeting point. `extra_peak_bytes`: what a peer's memory grew by
-while it averaged. `bare` is the least that any relay does (bare_relay.py): what is above it is what
-windows, leases, resuming and checks cost. hivemind runs if it is installed (extra `bench`).
+`cpu_s` is of all peers and the meeting point. `extra_peak_bytes`: what a peer's process grew by, at
+most, from before it opened this link until the end of the first turn, without the tensor itself;
+the other links' memory is theirs, and what the process had free was given back before. Code counts
+for whoever runs it first: up to 20 MB. `bare` is the least that a relay does (bare_relay.py): what
+is above it is what windows, leases, resuming and checks cost. hivemind runs if it is installed
+(extra `bench`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import json
@@ -79,13 +83,9 @@ class TeamPeer:
         return self._group._session.team.link.bytes_sent
 
     def average(self) -> None:
-        from manyhands.collectives.reduction import Operator
+        from manyhands.collectives.backend.hooks import average
 
-        def build(maker, buffers):
-            flat = buffers.both(self.tensor)
-            return lambda: maker.all_reduce(flat, Operator.MEAN, self._wire)
-
-        self._group._run("all_reduce", build, [self.tensor]).wait()
+        average(self.tensor, self._wire, self._group).wait()
 
 
 class RoundsPeer:
@@ -165,20 +165,31 @@ def peer(rank: int, size: int, numel: int, port: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
     )
+    for module in ("backend.group", "backend.session", "mail", "rounds"):
+        importlib.import_module(f"manyhands.collectives.{module}")  # else the first would pay
     groups: dict[str, object] = {}
     peers: dict[str, object] = {}
     for line in sys.stdin:
         words = json.loads(line)
         name = words["name"]
         if name not in peers:
-            Path("/proc/self/clear_refs").write_text("5")
-            base = memory_of("self", "VmRSS") + 4 * numel  # the tensor itself is not extra
+            base = fresh_memory() + 4 * numel  # the tensor itself is not extra
             peers[name] = open_peer(words, groups, rank, size, numel)
             peers[name].base, peers[name].extra = base, None
         print(json.dumps(take_turn(peers[name], words["rounds"], rank, size, numel)), flush=True)
         if words.get("last"):
             del peers[name]
     os._exit(0)  # nobody waits for the goodbyes of so many links
+
+
+def fresh_memory() -> int:
+    """What this process has resident; all that it takes from here on shows in its peak.
+
+    Without the first line it would use what others have left free in the heap, which is resident.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
+    forget_peaks(["self"])
+    return memory_of("self", "VmRSS")
 
 
 def open_peer(words: dict, groups: dict, rank: int, size: int, numel: int):
@@ -218,7 +229,7 @@ def take_turn(one, rounds: int, rank: int, size: int, numel: int) -> dict:
             cpus += time.process_time() - cpu
             sent += one.bytes_sent - before
     if one.extra is None:  # the first rounds of all take the memory that later ones use again
-        one.extra = max(0, memory_of("self", "VmHWM") - one.base)
+        one.extra = memory_of("self", "VmHWM") - one.base
     for n in range(CHECKED):
         mean = torch.zeros(numel, dtype=torch.float64)
         for r in range(size):
@@ -302,8 +313,9 @@ def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting:
                         **variant,
                         name=f"{n}",
                         url=urls.get(variant["link"]),
-                        run=f"bench-{tag}-{variant['link'].replace('+', '-')}-{variant['engine']}"
-                        + (f"-{variant['wire']}" if variant["engine"] == "rounds" else ""),
+                        # One for each: links that share a run share memory.
+                        run=f"bench-{tag}-{variant['link'].replace('+', '-')}-{variant['engine']}-"
+                        + variant["wire"],
                         rounds=rounds_for(mbytes, args.quick),
                         last=turn == args.turns - 1,
                     )

@@ -23,8 +23,9 @@ MAY_LOAD_TORCH = (
         f"manyhands.collectives.{name}"
         for name in (
             *("adder", "backend.arguments", "backend.buffers", "backend.exchange"),
-            *("backend.failure", "backend.group", "backend.member", "backend.operations"),
-            *("backend.session", "backend.store", "backend.team", "backend.work", "bank"),
+            *("backend.failure", "backend.group", "backend.hooks", "backend.member"),
+            *("backend.operations", "backend.session", "backend.store", "backend.team"),
+            *("backend.work", "bank"),
             *(
                 "codecs",
                 "feedback",

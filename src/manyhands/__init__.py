@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from manyhands._version import __version__
 
 if TYPE_CHECKING:
+    from manyhands.collectives.backend.hooks import compressed
     from manyhands.core.errors import (
         Excluded,
         LinkBroken,
@@ -45,6 +46,7 @@ __all__ = [
     "Terms",
     "View",
     "__version__",
+    "compressed",
     "open_link",
 ]
 
@@ -70,6 +72,7 @@ _LAZY = {
     "Resign": "manyhands.links.messages",
     "Terms": "manyhands.links.messages",
     "View": "manyhands.core.peers",
+    "compressed": "manyhands.collectives.backend.hooks",
     "open_link": "manyhands.links.base",
 }
 

@@ -132,3 +132,14 @@ def test_all_problems_come_in_one_report(monkeypatch):
     problems = {f.check for f in findings if f.status is Status.PROBLEM}
     assert problems == {"python", "dependencies", "address"}
     assert {"own hub bandwidth", "torch", "devices", "trust"} <= {f.check for f in findings}
+
+
+def test_what_peers_could_do_to_each_other_is_said():
+    findings = list(examine(Request(address=None, seconds=0.1)))
+    (trust,) = [f for f in findings if f.check == "trust"]
+    assert trust.summary.startswith("peers of a run trust each other")
+    for words in (
+        "torch.distributed's *_object calls run code that the others send",
+        "give the join code or the broker's password only to whom you would give a shell",
+    ):
+        assert words in trust.summary

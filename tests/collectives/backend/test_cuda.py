@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 PROGRAM = """
 import json, sys, time, torch, torch.distributed as dist
+import manyhands
 from torch.nn.parallel import DistributedDataParallel
 rank, world, url = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.cuda.set_device(0)
@@ -79,12 +80,19 @@ def train(model, share):
         model(share(batch(step))).pow(2).mean().backward()
         optimizer.step()
 
-model, alone = make(), make()
+def off(model):
+    pairs = zip(model.parameters(), alone.parameters())
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+model, alone, coarse = make(), make(), make()
 train(DistributedDataParallel(model, bucket_cap_mb=1), lambda x: x[rank::world])
 train(alone, lambda x: x)
-facts["off"] = max(
-    float((a - b).abs().max()) for a, b in zip(model.parameters(), alone.parameters())
-)
+facts["off"] = off(model)
+wrapped = DistributedDataParallel(coarse, bucket_cap_mb=1)
+wrapped.register_comm_hook(None, manyhands.compressed("bf16"))
+train(wrapped, lambda x: x[rank::world])
+facts["off_bf16"] = off(coarse)
+facts["sum_bf16"] = sum(float(p.abs().sum()) for p in coarse.parameters()).hex()
 
 # How long a bucket takes from GPU to GPU.
 x = torch.randn(2_000_000, device=device)
@@ -157,6 +165,8 @@ def test_two_processes_on_one_gpu(tmp_path):
     facts = [fact for _, fact, _ in ends]
     print(facts)
     assert all(fact["off"] < 1e-12 for fact in facts), facts
+    assert all(1e-12 < fact["off_bf16"] < 1e-2 for fact in facts), facts
+    assert len({fact["sum_bf16"] for fact in facts}) == 1, facts
 
 
 def test_a_device_that_fails_is_an_error_on_the_other_rank(tmp_path):

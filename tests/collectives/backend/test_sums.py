@@ -10,6 +10,7 @@ import pytest
     [
         "all_reduce_every_dtype",
         "all_reduce_every_shape",
+        "large_sums_stay_the_users",
         "what_has_no_meaning_is_refused",
         "reduce_to_each_root",
         "reduce_scatter_lists_and_tensors",

@@ -28,6 +28,8 @@ from manyhands.wire.tensors import bytes_of, verify_received, writable_bytes_of
 
 SMALL_BYTES = 32 << 10
 """Up to here a contribution goes to everybody and everybody adds up: one hop instead of two."""
+LARGE_BYTES = 16 << 20
+"""From here on it takes longer to copy the sums than to wait until they have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,10 @@ class Maker:
             piece = values[part.start : part.stop]
             view = memory[part.start * size : part.stop * size]
             if part.owner == self.me:
-                made.owned[part.k] = self._own(part.k, piece, arithmetic, codec, to_all=True)
+                large = values.nbytes >= LARGE_BYTES
+                made.owned[part.k] = self._own(
+                    part.k, piece, arithmetic, codec, to_all=True, large=large
+                )
             else:
                 made.outgoing.append(self._coded(part.owner, part.k, piece, view, codec))
                 made.targets[part.owner, RESULT, part.k] = self._result(piece, view, codec)
@@ -118,9 +123,13 @@ class Maker:
         codec: Codec,
         *,
         to_all: bool,
+        large: bool = False,
         final: Tensor | None = None,
     ) -> Owned:
-        """The sum of part k, whose own contribution is `piece`; it ends in `final` (or `piece`)."""
+        """The sum of part k, whose own contribution is `piece`; it ends in `final` (or `piece`).
+
+        `large`: it leaves from there too, and the operation waits until it has.
+        """
         num, final = len(self.members), piece if final is None else final
         num_bytes = codec.num_bytes(piece.numel(), piece.dtype)
         scratch: list[Block] = []
@@ -139,14 +148,11 @@ class Maker:
         def finish() -> Sequence[Outgoing]:
             if arithmetic.operator is Operator.MEAN:
                 adding.total.div_(num)
-            if apart:
-                return recode()
-            if not to_all:
+            if not apart and not to_all:
                 return ()
-            view = bytes_of(final)
-            return (Outgoing(None, RESULT, k, num_bytes, lambda: view, settled=False),)
-
-        def recode() -> Sequence[Outgoing]:
+            if not apart and large:
+                view = bytes_of(final)
+                return (Outgoing(None, RESULT, k, num_bytes, lambda: view, settled=False),)
             wire = self.pool.take(num_bytes)
             if codec.raw:
                 # Not the codec's rounding: what overflows must be inf, as in any torch backend.
@@ -155,8 +161,9 @@ class Maker:
                 codec.encode(adding.total, wire.tensor)
             for block in scratch:
                 self.pool.give(block)
-            with torch.no_grad():
-                codec.decode(wire.tensor, final)
+            if apart:
+                with torch.no_grad():
+                    codec.decode(wire.tensor, final)
             if not to_all:
                 self.pool.give(wire)
                 return ()

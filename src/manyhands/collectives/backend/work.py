@@ -199,10 +199,10 @@ class Promise(Work):
     # -- what torch and its users ask of a Work ---------------------------------------------------
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when it is done: at once, for a GPU, whose stream then waits. 0: no limit.
+        """Returns when the result has come; on a GPU, the current stream then waits for its copy.
 
-        Raises DistBackendError, the RuntimeError that torch's own backends raise too. A wait that
-        has timed out may be taken up again: the operation goes on.
+        A `timeout` of 0 is no limit. Raises DistBackendError, the RuntimeError that torch's own
+        backends raise too. A wait that has timed out may be taken up again: the operation goes on.
         """
         if timeout > timedelta(0) and not self._ends_within(timeout.total_seconds()):
             raise dist.DistBackendError(

@@ -79,10 +79,10 @@ class FrameReader:
         for i, end in enumerate(cut.ends):
             while got < end:
                 got += self._receive(part(pieces, got, cut.num_bytes - got))
-            if got == cut.num_bytes and seams == cut.seams:
+            if got == cut.num_bytes and bytes(seams) == cut.seams:
                 break  # all of it, at one look
             seam = slice(i * frames.FRAME_BYTES, (i + 1) * frames.FRAME_BYTES)
-            if seams[seam] != cut.seams[seam]:
+            if bytes(seams[seam]) != cut.seams[seam]:
                 start = end - len(cut.seams[seam])
                 self._give_back(part(pieces, start, got - start))
                 self._frame_end()

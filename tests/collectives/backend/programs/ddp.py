@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+import manyhands
 from manyhands.core.errors import UsageError
 from tests.collectives.backend.programs.training import (
     BATCH,
@@ -27,7 +28,7 @@ from tests.collectives.backend.programs.training import (
     train_alone,
     whole_batch,
 )
-from tests.collectives.backend.programs.values import refuses
+from tests.collectives.backend.programs.values import refuses, same
 
 BUCKETS = {"bucket_cap_mb": 0.06}
 _gloo: list[dist.ProcessGroup] = []
@@ -61,11 +62,13 @@ def plain(**options) -> str:
     return digest(model)
 
 
-def no_sync() -> str:
+def no_sync(*, wire: str | None = None, tolerance: float = 1e-5) -> str:
     """Two passes a step, of which only the second is averaged."""
     rank, num = _place()
     model = make_model()
     wrapped = DistributedDataParallel(model, **BUCKETS)
+    if wire is not None:
+        wrapped.register_comm_hook(None, manyhands.compressed(wire))
     optimizer = sgd(wrapped.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -80,7 +83,7 @@ def no_sync() -> str:
             halves = [whole_batch(num, 2 * step + half) for half in range(2)]
             yield torch.cat([h[0] for h in halves]), torch.cat([h[1] for h in halves])
 
-    check_close(model, train_alone(make_model(), batches()))
+    check_close(model, train_alone(make_model(), batches()), tolerance)
     return digest(model)
 
 
@@ -196,16 +199,54 @@ def own_hook() -> str:
     return digest(model)
 
 
-def _power_sgd(group=None, **options):
+def compressed(wire: str, tolerance: float) -> str:
+    """Against torch's own hook and one process; and as many sums as there are buckets."""
+    own, theirs = manyhands.compressed(wire), getattr(default_hooks, f"{wire}_compress_hook")
+    narrow, buckets = {"bf16": torch.bfloat16, "fp16": torch.float16}[wire], set()
+
+    def watched(state, bucket):
+        buckets.add(bucket.index())
+        return own(state, bucket).then(look)
+
+    def look(future):
+        mean = future.value()
+        same(mean.to(narrow).float(), mean, "as it came off the wire")
+        return mean
+
+    models = []
+    # Not by its name: DDP has that of bf16 on NCCL alone.
+    for hook in (watched, lambda state, bucket: theirs(state, bucket)):
+        model = make_model()
+        wrapped = DistributedDataParallel(model, **BUCKETS)
+        wrapped.register_comm_hook(None, hook)
+        _train(wrapped)
+        models.append(model)
+    assert len(buckets) > 1
+    check_close(models[0], models[1], tolerance)
+    check_close(models[0], _alone(), tolerance)
+    return digest(models[0])
+
+
+def _power_sgd(group=None, *, rank=2, **options):
     model = make_model()
     wrapped = DistributedDataParallel(model, process_group=group, **options)
+    # At its default rate the biases are not compressed but summed first, and all that follows runs
+    # in callbacks of that sum. With nothing to sum they would run on the thread that adds them.
     state = powerSGD_hook.PowerSGDState(
-        group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+        group, matrix_approximation_rank=rank, start_powerSGD_iter=2
     )
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     _train(wrapped, steps=8)
     assert state.compression_stats()[0] > 1.5
     return model
+
+
+def power_sgd_of_full_rank() -> str:
+    """The gradient of a weight has the rank of the batch: with a few more, nothing is lost."""
+    num = dist.get_world_size()
+    model = _power_sgd(rank=num * BATCH + 4)
+    check_close(model, train_alone(make_model(), (whole_batch(num, step) for step in range(8))))
+    return digest(model)
 
 
 def power_sgd() -> str:
@@ -275,7 +316,7 @@ def batch_norm() -> str:
     return digest(model)
 
 
-def in_a_subgroup() -> str | None:
+def in_a_subgroup(*, wire: str | None = None, tolerance: float = 1e-5) -> str | None:
     """DDP among some ranks, while the others do something else."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
@@ -284,10 +325,25 @@ def in_a_subgroup() -> str | None:
         return None
     model = make_model()
     wrapped = DistributedDataParallel(model, process_group=group, **BUCKETS)
+    if wire is not None:
+        wrapped.register_comm_hook(group, manyhands.compressed(wire))
     _train(wrapped)
-    check_close(model, train_alone(make_model(), (whole_batch(2, s) for s in range(STEPS))))
+    alone = train_alone(make_model(), (whole_batch(2, s) for s in range(STEPS)))
+    check_close(model, alone, tolerance)
     dist.barrier()
     return digest(model)
+
+
+def another_backend_is_refused() -> None:
+    """By name, when its first gradients are there."""
+    gloo = dist.new_group(backend="gloo")
+    _gloo.append(gloo)
+    wrapped = DistributedDataParallel(make_model(), process_group=gloo)
+    wrapped.register_comm_hook(gloo, manyhands.compressed("bf16"))
+    inputs, labels = batch_of(0, 0)
+    loss = loss_of(wrapped(inputs), labels)
+    refuses(UsageError, "gloo", "as its state", call=loss.backward)
+    dist.barrier()
 
 
 def sparse_gradients_are_refused() -> None:

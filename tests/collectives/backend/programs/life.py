@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from manyhands.collectives.backend import session
+from manyhands.links.base import LinkSettings
 
-def join(*, url: str, world: int, timeout_s: float = 60.0) -> None:
+
+def join(*, url: str, world: int, timeout_s: float = 60.0, outage_s: float | None = None) -> None:
+    """`outage_s`: how long this process looks for a meeting point that has gone away."""
     name = int(os.environ["CREW_RANK"])
+    if outage_s is not None:  # no user's setting
+        session.LinkSettings = partial(LinkSettings, outage_s=outage_s)
     dist.init_process_group(
         "manyhands",
         init_method=url,

@@ -89,11 +89,18 @@ def traced() -> None:
         pipe = pipeline(model, mb_args=(inputs.chunk(MICROBATCHES)[0],), split_spec=spec)
     stage = pipe.build_stage(rank, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=loss_of)
+    reference = nn.Sequential(*_layers(num))
+    expected = reference(inputs)
+    loss_of(expected, labels).backward()
     if rank == 0:
         schedule.step(inputs)
     elif rank == num - 1:
         losses: list[torch.Tensor] = []
         out = schedule.step(target=labels, losses=losses)
-        torch.testing.assert_close(out, nn.Sequential(*_layers(num))(inputs))
+        torch.testing.assert_close(out, expected)
     else:
         schedule.step()
+    gradients = {name: p.grad for name, p in stage.submod.named_parameters()}
+    assert gradients.keys() == {f"{rank}.0.weight", f"{rank}.0.bias"}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, msg=name)

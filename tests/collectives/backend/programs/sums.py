@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 
 import torch
@@ -28,6 +29,7 @@ from tests.collectives.backend.programs.values import (
 ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 SMALL = 32 << 10  # bytes: above, a sum is cut up among the members
+LARGE = 16 << 20  # from here on sums leave from the memory of the tensor
 MEANINGFUL = (
     *((dtype, op) for dtype in FLOATS for op in (*ARITHMETIC, ReduceOp.AVG)),
     *((dtype, op) for dtype in EIGHT_BIT_FLOATS for op in (*ARITHMETIC, ReduceOp.AVG)),
@@ -47,6 +49,24 @@ def all_reduce_every_dtype() -> None:
             mine = every[dist.get_rank()].clone()
             dist.all_reduce(mine, op)
             same(mine, combined(op, every), (dtype, op, numel))
+
+
+def large_sums_stay_the_users() -> None:
+    """They leave from the user's memory: when the operation is done, it is the user's again."""
+    world, rank = range(dist.get_world_size()), dist.get_rank()
+    numel = LARGE // 4 + 7
+    for salt in range(12):
+        every = [given(r, numel, torch.float32, salt) for r in world]
+        mine = every[rank].clone()
+        hasty = rank == salt % len(world)
+        if not hasty:
+            time.sleep(0.05)  # who comes first gets all sums of the others before its last one left
+        dist.all_reduce(mine)
+        if hasty:
+            for piece in reversed(mine.chunk(16)):
+                piece.fill_(float("nan"))
+        else:
+            same(mine, combined(ReduceOp.SUM, every), salt)
 
 
 def all_reduce_every_size() -> str:
