@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from manyhands.collectives.backend import messages as words
-from manyhands.collectives.backend.exchange import RESULT
 from manyhands.collectives.backend.failure import blaming
 from manyhands.collectives.courier import Letter
 
@@ -97,7 +96,7 @@ class Dispatch:
 
         confirm = sent if outgoing.release is not None or not outgoing.settled else None
         # Of a tensor's sums the last one asks for all.
-        hurry = not outgoing.settled and not (outgoing.step == RESULT and exchange.owned)
+        hurry = not outgoing.settled and not (outgoing.urgent and exchange.owned)
         for address in addresses:
             letter = Letter(address, message, buffers, confirm, hurry=hurry)
             self._courier.post(letter, urgent=outgoing.urgent)
