@@ -1,6 +1,6 @@
 """How long an average of tensors takes, next to gloo and hivemind on the same machine.
 
-    python benchmarks/allreduce.py --link hub,hub+tls,amqp,gloo,bare,hivemind --peers 2,4 \\
+    python benchmarks/allreduce.py --link hub,hub+tls,amqp,amqp+tls,gloo,bare --peers 2,4 \\
         --mbytes 8,72 --wire fp32,bf16,int8 --json FILE
 
 Every peer is a process, the meeting point is one too. The processes of one size have all links open
@@ -44,6 +44,7 @@ from harness import (
     memory_of,
     peaks_of,
     quantile,
+    tls_broker,
 )
 
 WARM_UP = 3
@@ -266,7 +267,7 @@ def variants(links: list[str], wires: list[str], engines: list[str]) -> list[dic
             continue
         for engine in engines:
             for wire in wires:
-                if link == "hub+tls" and (engine == "rounds" or wire != "fp32"):
+                if link.endswith("+tls") and (engine == "rounds" or wire != "fp32"):
                     continue
                 out.append({"link": link, "engine": engine, "wire": wire})
     return out
@@ -371,7 +372,7 @@ def free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", default="gloo,bare,hub,hub+tls,amqp,hivemind")
+    parser.add_argument("--link", default="gloo,bare,hub,hub+tls,amqp,amqp+tls,hivemind")
     parser.add_argument("--peers", default="2,4")
     parser.add_argument("--mbytes", default="8,72")
     parser.add_argument("--wire", default="fp32,bf16,int8")
@@ -392,11 +393,9 @@ def main() -> None:
         for link in {"hub", "hub+tls"} & set(links):
             urls[link], pid = stack.enter_context(hub_process(tls=link == "hub+tls"))
             meeting[link] = [pid]
-        if "amqp" in links:
-            from manyhands.testing.broker import Broker
-
-            broker = stack.enter_context(Broker())
-            urls["amqp"], meeting["amqp"] = broker.url(), list(broker.process_ids())
+        if {"amqp", "amqp+tls"} & set(links):
+            urls["amqp"], urls["amqp+tls"], pids = stack.enter_context(tls_broker())
+            meeting["amqp"] = meeting["amqp+tls"] = pids
         for mbytes in (int(n) for n in args.mbytes.split(",")):
             for size in (int(n) for n in args.peers.split(",")):
                 rows += measure(size, mbytes, plan, args, urls, meeting)

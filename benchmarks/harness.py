@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Self
 
@@ -66,6 +67,7 @@ def machine() -> dict:
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        "torch": metadata.version("torch"),
         "manyhands": __version__,
     }
 
@@ -89,6 +91,25 @@ def hub_process(*, tls: bool):
             process.terminate()
             process.wait()
             process.stdout.close()
+
+
+@contextlib.contextmanager
+def tls_broker():
+    """A RabbitMQ node; yields its address, that with TLS, and its process ids."""
+    import trustme
+
+    from manyhands.testing.broker import Broker, TlsFiles
+
+    with tempfile.TemporaryDirectory() as folder:
+        ca, chain, key = (Path(folder) / name for name in ("ca.pem", "cert.pem", "key.pem"))
+        authority = trustme.CA()
+        certificate = authority.issue_cert("127.0.0.1")
+        authority.cert_pem.write_to_path(str(ca))
+        certificate.cert_chain_pems[0].write_to_path(str(chain))
+        certificate.private_key_pem.write_to_path(str(key))
+        with Broker(tls=TlsFiles(authority=ca, certificate=chain, key=key)) as broker:
+            secured = f"{broker.amqps_url()}?ca_file={ca}"
+            yield broker.url(), secured, list(broker.process_ids())
 
 
 @contextlib.contextmanager
