@@ -28,6 +28,7 @@ AVERAGES = {
     ("amqp", "team", "fp32"): "RabbitMQ",
     ("amqp", "team", "bf16"): "RabbitMQ, bf16 on the wire",
     ("amqp", "team", "int8"): "RabbitMQ, int8 on the wire",
+    ("amqp+tls", "team", "fp32"): "RabbitMQ with TLS",
     ("hub", "rounds", "fp32"): "hub without TLS, elastic",
     ("amqp", "rounds", "fp32"): "RabbitMQ, elastic",
     ("hivemind", "hivemind", "fp32"): "hivemind: peer to peer",
