@@ -3,14 +3,18 @@
     python benchmarks/scale.py --parameters 1.4e9 --json FILE
 
 Two peers, each a process with 30 bfloat16 tensors of that many parameters together, average them
-once with the elastic engine (`wire` raw: bytes travel as they lie in memory). A peer's memory is
-counted from the moment when its tensors are filled and nothing else is there: `extra_peak_bytes` is
-what it grew by until the mean has been read back into the tensors, with link, queues and threads.
-It may be one result buffer of the tensors' size and 128 MiB. The broker may take 1 GiB in all.
-Contributions are simple functions of the index, so the mean is known, and every value is compared.
+once with the elastic engine (raw: bytes travel as they lie in memory). A peer's memory is counted
+from the moment when its tensors are filled and nothing else is there: `extra_peak_bytes` is what it
+has had more than then, from the first round with all members until the mean has been read back into
+the tensors, with link, queues and threads. It may be one result buffer of the tensors' size and 128
+MiB. The broker may take 1 GiB in all, joining included. Contributions are simple functions of the
+index, so the mean is known, and every value is compared.
 
-The first round of a run is its founder's alone, and takes the second peer in: its contribution to
-that is empty, and it is not timed. Ends with an error if a bound or a value is wrong.
+The second peer joins as any does: it follows a round of the founder's, which confirms its state,
+and the next, which takes it in. `joining_peak_bytes` is the most extra memory until then: one that
+follows may hold two results (docs/rounds.md, Memory). It only watches the first of these, and who
+watches holds nobody up: so that it does not fall behind, the founder contributes tensor by tensor,
+at `FOLLOWED_BYTES_PER_S`. Neither is timed. Ends with an error if a bound or a value is wrong.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ PEERS = 2
 TENSORS = 30
 SPARE_BYTES = 128 << 20  # what a peer may take besides one result
 BROKER_BYTES = 1 << 30
+FOLLOWED_BYTES_PER_S = 200e6
+WATCH_BYTES = 256 << 20  # must hold the largest tensor: that is sent in one go
 PERIODS = (127, 113)  # of the two contributions: no two parts of a tensor look alike
 JOIN_S = 120.0
 ROUND_S = 600.0
@@ -99,33 +105,39 @@ class ScalePeer:
         """From here on memory counts."""
         from manyhands.collectives.mail import Mail
         from manyhands.collectives.rounds import Rounds
-        from manyhands.links.base import open_link
+        from manyhands.links.base import LinkSettings, open_link
+        from manyhands.links.messages import Terms
 
-        Path("/proc/self/clear_refs").write_text("5")
+        forget_peaks(["self"])
         self._base = memory_of("self", "VmRSS")
         mail = Mail()
-        self._link = open_link(url, run=run, place=mail)
+        settings = LinkSettings(terms=Terms(watch_bytes=WATCH_BYTES))
+        self._link = open_link(url, run=run, place=mail, settings=settings)
         self._rounds = Rounds(
             self._link, self._tensors, num_samples=lambda r: PEERS, wire="fp32", mail=mail
         )
         self._rounds.start()
-        # The second peer starts where the founder does. It need not learn that from a round.
-        self._rounds._machine.trusted = self._rank > 0
         self._rounds.offer_state(0, b"")
 
-    def wait_for(self, active: int) -> None:
-        """Until so many take part."""
-        from manyhands.core.peers import PeerState
-
+    def wait_for(self, peers: int, *states) -> None:
+        """Until so many are there, in one of these states; in any, if none is given."""
         deadline = time.monotonic() + JOIN_S
-        while self._rounds.view is None or len(self._rounds.view.peers(PeerState.ACTIVE)) < active:
+        while self._rounds.view is None or len(self._rounds.view.peers(*states)) < peers:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{active} peers were to take part by now")
+                raise RuntimeError(f"{peers} peers were to be there by now")
             time.sleep(0.02)
 
-    def begin(self) -> None:
-        """Until everybody is a member and this one has its task."""
-        self.wait_for(PEERS)
+    def begin(self) -> int:
+        """Until everybody is a member; returns the most extra memory until then."""
+        self._seek_task()
+        extra = self._extra()
+        forget_peaks(["self"])
+        return extra
+
+    def _extra(self) -> int:
+        return memory_of("self", "VmHWM") - self._base
+
+    def _seek_task(self) -> None:
         self._task = None
         while self._task is None:
             self._step()
@@ -137,8 +149,8 @@ class ScalePeer:
         match self._rounds.next(ROUND_S):
             case Task() as task if len(self._rounds.members) == PEERS:
                 self._task = task
-            case Task() as task:  # the founder's round
-                self._rounds.contribute(task, self._tensors, weight=0.0)
+            case Task() as task:  # the founder's
+                self._be_followed(task)
             case Committed() as committed if len(committed.sums[0].contributions) == PEERS:
                 return committed
             case Committed() as committed:
@@ -146,6 +158,19 @@ class ScalePeer:
             case Stopped() as stopped:
                 raise RuntimeError(stopped.text)
         return None
+
+    def _be_followed(self, task) -> None:
+        """A round alone: the first at the pace of one that watches, the next as fast as can be."""
+        from manyhands.core.peers import PeerState
+
+        opened = self._rounds.open_pass(task, self._tensors, weight=1.0)
+        if task.round == 0:
+            for n in reversed(range(TENSORS)):
+                opened.ready(n)
+                time.sleep(self._tensors[n].nbytes / FOLLOWED_BYTES_PER_S)
+        else:
+            self.wait_for(PEERS, PeerState.ACTIVE)
+        opened.done()
 
     def average(self) -> dict:
         """One round; the tensors are what is averaged, and then the mean."""
@@ -158,9 +183,9 @@ class ScalePeer:
         committed.result.close()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         sent = self._link.bytes_sent - sent
-        extra = memory_of("self", "VmHWM") - self._base
+        extra = self._extra()
         wrong = count_wrong(self._tensors)
-        self.begin()
+        self._seek_task()
         return {"seconds": seconds, "cpu": cpu, "sent": sent, "extra": extra, "wrong": wrong}
 
 
@@ -177,8 +202,7 @@ def peer(rank: int, parameters: int, url: str, run: str) -> None:
     one.wait_for(rank + 1)
     say(joined=True)
     sys.stdin.readline()
-    one.begin()
-    say(member=True)
+    say(extra=one.begin())
     for _ in sys.stdin:
         say(**one.average())
     os._exit(0)  # nobody is left to say goodbye to
@@ -201,8 +225,7 @@ def measure(parameters: int, rounds: int, url: str, broker_pids: list[int]) -> d
             worker.hear()
         for worker in crew:
             worker.say(begin=True)
-        for worker in crew:
-            worker.hear()
+        joining = max(worker.hear(crew)["extra"] for worker in crew)
         turns, broker_cpu = [], cpu_of(broker_pids)
         for n in range(rounds):
             for worker in crew:
@@ -225,7 +248,7 @@ def measure(parameters: int, rounds: int, url: str, broker_pids: list[int]) -> d
         "tensors": TENSORS,
         "dtype": "bfloat16",
         "mbytes": num_bytes / 1e6,
-        "wire": "fp32",
+        "wire": "raw bf16",
         "rounds": rounds,
         "median_s": statistics.median(times),
         "p10_s": quantile(times, 0.1),
@@ -237,6 +260,8 @@ def measure(parameters: int, rounds: int, url: str, broker_pids: list[int]) -> d
         "wrong_values": sum(a["wrong"] for turn in turns for a in turn),
         "extra_peak_bytes": max(a["extra"] for turn in turns for a in turn),
         "extra_bound_bytes": num_bytes + SPARE_BYTES,
+        "joining_peak_bytes": joining,
+        "joining_bound_bytes": 2 * num_bytes + SPARE_BYTES,
         "meeting_point_peak_bytes": broker_peak,
         "meeting_point_bound_bytes": BROKER_BYTES,
     }
@@ -247,6 +272,7 @@ def verdicts(row: dict) -> dict[str, bool]:
     return {
         "every value is the mean": row["wrong_values"] == 0,
         "a peer's extra memory": row["extra_peak_bytes"] <= row["extra_bound_bytes"],
+        "a newcomer's": row["joining_peak_bytes"] <= row["joining_bound_bytes"],
         "the broker's memory": row["meeting_point_peak_bytes"] < row["meeting_point_bound_bytes"],
     }
 
@@ -259,6 +285,7 @@ def show(row: dict) -> None:
     details = {
         "every value is the mean": f"{row['wrong_values']} wrong",
         "a peer's extra memory": mib(row["extra_peak_bytes"], row["extra_bound_bytes"]),
+        "a newcomer's": mib(row["joining_peak_bytes"], row["joining_bound_bytes"]),
         "the broker's memory": mib(
             row["meeting_point_peak_bytes"], row["meeting_point_bound_bytes"]
         ),

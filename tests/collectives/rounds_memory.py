@@ -4,6 +4,7 @@
 
 Prints one JSON object: `base` is what the process has resident with the tensors and the engine in
 place, before any round; `peaks` the most it had resident during each round since, in bytes;
+`member` of each round whether this peer took part in it, or just followed;
 `founder`: it was the member of the first rounds, which the other followed.
 """
 
@@ -57,7 +58,7 @@ def main(url: str, run: str, name: str, mib: int, num_rounds: int, wire: str, la
         rounds = Rounds(
             link, tensors, num_samples=lambda r: 8, num_rounds=num_rounds, wire=wire, mail=mail
         )
-        base, peaks, right, founder = resident("VmRSS"), [], True, False
+        base, peaks, member, right = resident("VmRSS"), [], [], True
         rounds.start()
         rounds.offer_state(0, b"")
         while True:
@@ -72,7 +73,7 @@ def main(url: str, run: str, name: str, mib: int, num_rounds: int, wire: str, la
                 case Committed() as committed:
                     committed.result.read_into(tensors)
                     committed.result.close()
-                    founder |= committed.round == 0 and committed.member
+                    member.append(committed.member)
                     want = 1.0 if committed.weight else 0.0
                     extremes = (extreme for tensor in tensors for extreme in tensor.aminmax())
                     error = 0.02 if wire == "int8" else 0.0
@@ -84,7 +85,7 @@ def main(url: str, run: str, name: str, mib: int, num_rounds: int, wire: str, la
                 case _:
                     pass
         rounds.close()
-    facts = {"base": base, "peaks": peaks, "right": right, "founder": founder}
+    facts = {"base": base, "peaks": peaks, "member": member, "right": right, "founder": member[0]}
     print(json.dumps(facts | {"text": stopped.text}))
 
 

@@ -37,6 +37,18 @@ class TestPasses:
         assert bank.values(0).tolist() == [6.0] * 10
         assert second.tolist() == [5.0] * 10
 
+    def test_a_part_of_several_tensors_is_put_together_in_the_same_memory_each_time(self):
+        """Pieces that come and go leave holes in the heap."""
+        tensors = [torch.arange(5.0), torch.arange(5.0, 12.0)]
+        bank, _, layout = make(tensors)
+        lend(bank, layout, tensors)
+        first = bank.values(0)
+        assert first.tolist() == list(range(12))
+        tensors[1].add_(1)
+        again = bank.values(0)
+        assert again.data_ptr() == first.data_ptr()
+        assert again.tolist() == [*range(5), *range(6, 13)]
+
     def test_one_that_is_under_way_can_be_seen_and_replaced(self):
         bank, _, layout = make([torch.empty(4)])
         assert bank.show(layout.check([torch.full((4,), 9.0)]), 9.0)

@@ -45,6 +45,26 @@ class TestPool:
             pool.give(block)
         assert len(pool._free) == 2
 
+    def test_those_in_use_count_among_them(self, size):
+        pool = Pool(size, 4)
+        used, given = ([pool.take(size) for _ in range(num)] for num in (3, 4))
+        for block in given:
+            pool.give(block)
+        assert len(pool._free) == 1
+        for block in used:
+            pool.give(block)
+        assert len(pool._free) == 4
+
+    def test_those_that_were_forgotten_do_not(self, size):
+        """Whoever starts over gives nothing back."""
+        pool = Pool(size, 4)
+        blocks = [pool.take(size) for _ in range(8)]
+        kept = blocks[:4]
+        del blocks
+        for block in kept:
+            pool.give(block)
+        assert len(pool._free) == 4
+
     def test_a_larger_one_is_made_to_measure_and_not_kept(self, size):
         pool = Pool(size, 2)
         block = pool.take(3 * size)

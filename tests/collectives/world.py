@@ -25,6 +25,7 @@ from manyhands.collectives.standing import Course, Mode
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View, ViewNumber
 from manyhands.links import arbiter
 from manyhands.links.messages import Gone, Leaving, Ready, Resign
+from tests.collectives.world_waits import check_waits
 
 SAMPLES = 6  # of a round
 HUB = 0  # its place in the channels; no peer has this number
@@ -79,13 +80,16 @@ class World:
 
     seed_state = SEED_STATE  # of those who are there when nobody has a state of the run yet
     form = "tensors"  # of those who join
+    hub = HUB
+    lengths = (3, 4, 5)  # of a run, in rounds
+    look_every = 64  # steps, for what takes long to look for
 
     def __init__(self, seed, *, machine=RoundMachine, unordered=False, trace=False):
         self.rng = rng = random.Random(seed)
         self.make, self.unordered, self.trace = machine, unordered, trace
         self.count = Counter()
         rough = seed % 5 == 4  # every fifth schedule is a storm
-        self.num_rounds = rng.choice((3, 4, 5))
+        self.num_rounds = rng.choice(self.lengths)
         self.num_parts = rng.choice((2, 3))
         self.poison = {(r, s) for r in range(9) for s in range(SAMPLES) if rng.random() < 0.02}
         self.fenced = rng.random() < 0.5  # does the hub drop what excluded peers send?
@@ -145,6 +149,7 @@ class World:
                 if self.trace:
                     print(f"      {peer.id.name}:   {instruction}")
                 self.carry_out(peer, instruction, queue)
+        self.check_memory(peer)
 
     def lease(self, peer):
         return self.view.member(peer.number) is not None or self.steps < peer.lease_until
@@ -308,6 +313,8 @@ class World:
 
     def stop(self, peer, instruction):
         peer.stopped = instruction.reason
+        if instruction.reason is i.StopReason.SENT_BACK and self.view.member(peer.number):
+            self.require(not peer.machine.member, f"I5 {peer.id} was sent back, a member")
         self.count[f"stopped: {instruction.reason.value}"] += 1
         if instruction.reason is i.StopReason.FINISHED:
             if self.view.member(peer.number) is not None:
@@ -439,18 +446,20 @@ class World:
                 ahead = part.attempt.attempt - machine.tag.attempt
                 self.require(ahead <= 1, f"I11 a Part {ahead} attempts ahead")
 
-    def check_newcomers(self):
-        """I10 for those who wait for a state: the Ask, or the answer, must be somewhere."""
-        for peer in self.alive():
-            machine = peer.machine
-            donor = self.peers.get(machine.donor)
-            if machine.based or donor is None or donor.stopped:
-                continue
-            if donor.number in self.dead or donor.number in self.offline:
-                continue  # a view will tell
-            ways = ((peer.number, donor.number), (donor.number, peer.number), (HUB, peer.number))
-            if peer.number not in donor.machine.asks and not any(map(self.channels.get, ways)):
-                raise Violation(f"I10 {peer.id} waits for a state that nobody sends")
+    def check_memory(self, peer):
+        """I13. Not yet for what is being added up: the machine hears of that when it is done."""
+        machine = peer.machine
+        if not machine.member or machine.mode is not Mode.RUNNING or peer.stopped:
+            return
+        now, tag = (machine.applied, machine.tag), machine.tag
+        for *key, k in peer.sums:
+            void = tuple(key) != now and k in machine.book.results(tuple(key))
+            self.require(not void, f"I13 a member holds a result of {key}")
+        again, following = m.Tag(tag.cut, tag.attempt + 1), m.Tag(tag.cut, 0)
+        needed = (now, (machine.applied, again), (machine.applied + 1, following))
+        for *key, k, sender in peer.parts:
+            void = tuple(key) not in needed and sender in machine.book.contributions(tuple(key), k)
+            self.require(not void, f"I13 an owner holds a Part of {key}")
 
     def take_over(self, generation):
         """No member is left: those who followed go on, and what was stable after that is lost."""
@@ -485,6 +494,11 @@ class World:
         if not channel:
             self.ready.append((source, target))
         channel.append(item)
+
+    def words(self, source, target):
+        """What is on its way from one peer to another, without values."""
+        channel = self.channels.get((source, target), ())
+        return [m.decode(item[0]) for item in channel if isinstance(item, tuple)]
 
     def lose(self, keys, *, tell=True):
         """Each of these channels keeps a random beginning of what is under way.
@@ -617,8 +631,8 @@ class World:
             self.paused.discard(rng.choice(sorted(self.paused)))
         if self.offline:
             self.reconnect()
-        if self.steps % 64 == 0:
-            self.check_newcomers()
+        if self.steps % self.look_every == 0:
+            check_waits(self)
         busy = [p for p in self.peers.values() if (p.todo or p.chores) and self.may_act(p)]
         pick = rng.randrange(len(self.ready) + len(busy)) if self.ready or busy else -1
         if pick >= len(self.ready):

@@ -76,15 +76,14 @@ class Attempt(Standing):
         self.mode = Mode.RUNNING
         self._place(members, claims, tag)
         self._adding.clear()
-        self._drop_parts(self._is_ahead)
+        self._drop_parts(lambda key: key >= self._key)
+        if self.member:
+            # A void attempt, or one of a lost generation, is as much memory as a whole result.
+            self._drop_sums(lambda key: key == self._key)
         self._emit(Begin(self.applied, tag, members, claims))
         if members == (self.me,):
             self._confirm_lease(self._key)
         self._work()
-
-    def _is_ahead(self, key: Key) -> bool:
-        """Whether contributions to this attempt may still be added up."""
-        return key >= self._key and key.attempt.cut >= self.cut
 
     def _work(self) -> None:
         """Compute what is claimed; contribute once all of it is in the bank."""
@@ -283,8 +282,11 @@ class Attempt(Standing):
 
     def _step(self) -> bool:
         """Commit one round, or begin it again; False if neither can be done."""
-        if self.mode is Mode.TALKING or not (self.trusted or self._becomes_trusted()):
+        if self.mode is Mode.TALKING:
             return False
+        if not self.trusted and not self._becomes_trusted():
+            # The record that would confirm a snapshot may have died with its lead.
+            return self.based and not self.brought and self._follow()
         if self.mode is Mode.FILLING:
             assert self.fill_tag is not None
             if self.book.complete(Key(self.applied, self.fill_tag)) and self._commit(self.fill_tag):
@@ -309,9 +311,8 @@ class Attempt(Standing):
 
     def _try_again(self, refused: Ranges) -> None:
         """All parts are here, and some contribution was refused: every member sees the same."""
-        void, at = self.tag, self._key
+        void = self.tag
         self._emit(Retry(self.applied, void, refused))
-        self._drop_sums(lambda key: key != at)  # as much memory as a whole result
         self.quarantine |= refused
         if self.claims & refused:
             self._drop_bank()  # a contribution is refused as a whole

@@ -15,20 +15,21 @@ from torch import Tensor
 from manyhands.collectives.codecs import Codec, codec_for
 from manyhands.collectives.feedback import Feedback
 from manyhands.collectives.layout import Layout
-from manyhands.collectives.pool import Pool
+from manyhands.collectives.pool import Pool, lasting_memory
+from manyhands.collectives.results import join
 from manyhands.wire.tensors import bytes_of
 
-_SPARE_BLOCKS = 16  # at least, that nobody uses, besides those of one result
+_SPARE_BLOCKS = 16  # at least, besides those of one result
 _MAX_PIECES = 64  # of one message: beyond that, one copy costs less than many small buffers
 
 Coded = tuple[Sequence[memoryview], Callable[[], None]]
 
 
-def pool_for(layout: Layout, wire: str, window_bytes: int) -> Pool:
-    """Blocks for parts as they travel: of one result, and of what is on its way."""
+def pool_for(layout: Layout, wire: str, ahead_bytes: int) -> Pool:
+    """Blocks for parts as they travel: of one result, and of so much that comes meanwhile."""
     sizes = (codec_for(wire, p.dtype).num_bytes(p.numel, p.dtype) for p in layout.parts)
     block_bytes = max(sizes)
-    spare = max(_SPARE_BLOCKS, 2 * window_bytes // block_bytes)
+    spare = max(_SPARE_BLOCKS, ahead_bytes // block_bytes)
     return Pool(block_bytes, layout.num_parts + spare)
 
 
@@ -42,6 +43,7 @@ class Bank:
         parts = [(part.numel, part.dtype) for part in layout.parts]
         self.feedback = Feedback(wire, parts) if wire == "int8" else None
         self._flats: list[Tensor] | None = None
+        self._room: Tensor | None = None  # for one part
         self._tentative = False  # they are of a first pass that is not done
         self.weight = 0.0
         self.generation = 0  # grows when what was computed does not count any more
@@ -84,10 +86,17 @@ class Bank:
             self.feedback.abandon()  # what a codec left out of values that nobody counted
 
     def values(self, k: int) -> Tensor:
-        """Part k as one flat tensor; a copy if it spans several."""
+        """Part k as one flat tensor; if it spans several, a copy that is good until the next."""
         assert self._flats is not None
         slices = self._layout.slices(k, self._flats)
-        return slices[0] if len(slices) == 1 else torch.cat(slices)
+        if len(slices) == 1:
+            return slices[0]
+        part = self._layout.parts[k]
+        if self._room is None:
+            self._room = lasting_memory(max(part.num_bytes for part in self._layout.parts))
+        values = self._room[: part.num_bytes].view(part.dtype)
+        join(slices, values)
+        return values
 
     def copies(self, k: int) -> bool:
         """Whether part k is sent from a copy, which is free again when it has left."""

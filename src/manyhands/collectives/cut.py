@@ -63,9 +63,8 @@ class Cutting(Attempt):
         self._hear(self.me, status)
 
     def _status(self) -> Status:
-        tags = self.book.attempts(self.applied)
-        # A member has taken results of its own attempt only; whatever else there may be is void.
-        tags = [t for t in tags if (t == self.tag if self.member else t.cut < self.cut)]
+        # What a generation that was lost has left of this round belongs to another history.
+        tags = [t for t in self.book.attempts(self.applied) if t.cut >= self.generation]
         newest = max(tags, default=NO_TAG)
         key = Key(self.applied, newest)
         held = sum(1 << k for k in self.book.results(key))
@@ -190,7 +189,8 @@ class Cutting(Attempt):
         if self.me not in settlement.members or self.asked & settlement.quarantine:
             self._drop_bank()
         self.quarantine = settlement.quarantine
-        self._drop_sums(self._is_of_this_cut)
+        # Of later rounds, too: whoever had come that far is gone, or the target would be later.
+        self._drop_sums(lambda key: key.attempt.cut >= self.cut)
         self._begin(settlement.members, settlement.claims_of(self.me), Tag(self.cut, 0))
         for k in range(self.course.num_parts):
             self._add_up(k)
@@ -206,9 +206,6 @@ class Cutting(Attempt):
     def _settle(self, verdict: Verdict) -> Settlement:
         active = [p for p, s in self.participants.items() if s is PeerState.ACTIVE]
         return settle(verdict, self._heard, self._governing(), active, self._whole())
-
-    def _is_of_this_cut(self, key: Key) -> bool:
-        return key.round > self.applied or key.attempt.cut >= self.cut
 
     def _stop_over(self) -> None:
         text = "others have finished the run"

@@ -35,8 +35,9 @@ class Feedback:
     and what clipping cut off does not pile up.
 
     Memory: an accumulator and what was sent for each part that was encoded, and room for one part
-    for each thread; none for parts whose codec is raw. Threads may encode different parts at
-    once; the other methods need that no encoding is under way.
+    for each thread; none for parts whose codec is raw. For int8 of float32 that is 1.26 times the
+    tensors: it is state, like an optimizer's, and stays as long. Threads may encode different parts
+    at once; the other methods need that no encoding is under way.
     """
 
     def __init__(self, name: str, parts: Sequence[tuple[int, torch.dtype]]) -> None:

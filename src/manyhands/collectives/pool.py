@@ -1,13 +1,14 @@
 """Pool: pieces of memory for parts on their way, used again and again.
 
 Fresh memory costs a page fault for every 4 KiB; a part that is received, added and forgotten should
-not pay for that each time.
+not pay for that each time. What a pool has more of than its rounds need goes back to the system.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -31,11 +32,16 @@ class Block(NamedTuple):
 
 
 class Pool:
-    """Blocks of `block_bytes`. Thread-safe. Keeps at most `keep_blocks` that nobody uses."""
+    """Blocks of `block_bytes`. Thread-safe. Once there are `keep_blocks`, used ones included, those
+    that are given back are not kept: after a time that needed more, memory falls to that again.
+    """
 
     def __init__(self, block_bytes: int, keep_blocks: int) -> None:
         self.block_bytes, self._keep_blocks = block_bytes, keep_blocks
         self._free: list[Block] = []
+        # Addresses of all blocks that there are. Not a count of those taken and given: who starts
+        # over just forgets its blocks. A set needs no lock, which a finalizer could not take.
+        self._alive: set[int] = set()
         self._holds: Counter[int] = Counter()  # by address
         self._late: dict[int, Block] = {}  # given back while somebody held them
         self._lock = threading.Lock()
@@ -46,10 +52,18 @@ class Pool:
             return _new(num_bytes)
         with self._lock:
             block = self._free.pop() if self._free else None
-        block = block or _new(self.block_bytes)
+        block = block or self._make()
         if num_bytes == self.block_bytes:
             return block
         return Block(block.tensor[:num_bytes], block.view[:num_bytes], block)
+
+    def _make(self) -> Block:
+        block = _new(self.block_bytes)
+        at = block.tensor.data_ptr()
+        self._alive.add(at)
+        # Called before the memory is free, so before another block can have its address.
+        weakref.finalize(block.tensor, self._alive.discard, at).atexit = False
+        return block
 
     def hold(self, block: Block) -> Callable[[], None]:
         """A second reader: the block is free once it is given back *and* the result was called."""
@@ -79,15 +93,24 @@ class Pool:
         whole = block.whole or block
         if len(whole.view) == self.block_bytes:
             with self._lock:
-                if len(self._free) < self._keep_blocks:
+                if len(self._alive) <= self._keep_blocks:
                     self._free.append(whole)
+                else:  # it counts no more, though its last user may not have let go of it yet
+                    self._alive.discard(whole.tensor.data_ptr())
 
 
 def _new(num_bytes: int) -> Block:
+    tensor = lasting_memory(num_bytes)
+    return Block(tensor, writable_bytes_of(tensor))
+
+
+def lasting_memory(num_bytes: int) -> Tensor:
+    """Bytes that stay for long, contents undefined: apart from what comes and goes.
+
+    In the heap, what stays and what goes would lie between each other, and the holes count.
+    """
     with torch.inference_mode(False):  # the next one to use it may be outside of it
         if num_bytes < _MAP_BYTES:
-            tensor = torch.empty(num_bytes, dtype=torch.uint8)
-        else:
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    return Block(tensor, writable_bytes_of(tensor))
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.uint8)

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from manyhands.collectives.layout import Layout
-from manyhands.collectives.pool import Block, Pool
+from manyhands.collectives.pool import Block, Pool, lasting_memory
 from manyhands.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,6 +25,15 @@ _SHOWN_DTYPES = 4  # torch has dozens
 def digest_of(block: Block) -> bytes:
     """What two peers compare instead of the values: not against malice, only against mistakes."""
     return xxhash.xxh3_128_digest(block.view)
+
+
+@torch.no_grad()
+def join(pieces: Sequence[Tensor], whole: Tensor) -> None:
+    """whole := the pieces, one after the other."""
+    at = 0
+    for piece in pieces:
+        whole[at : at + piece.numel()].copy_(piece)
+        at += piece.numel()
 
 
 def form_of(layout: Layout, wire: str) -> str:
@@ -70,6 +79,8 @@ class Result:
         if self._closed:
             raise UsageError("this result was closed", hint="read it before you close it")
         flats = self._layout.check(tensors)
+        # One for all parts, and not of the heap: pieces that come and go leave holes there.
+        room = lasting_memory(max(part.num_bytes for part in self._layout.parts))
         with torch.no_grad():
             for part, codec in zip(self._layout.parts, self._codecs, strict=True):
                 wire = self._blocks[part.k].tensor
@@ -77,7 +88,7 @@ class Result:
                 if len(slices) == 1:
                     codec.decode(wire, slices[0])
                     continue
-                values = torch.empty(part.numel, dtype=part.dtype)
+                values = room[: part.num_bytes].view(part.dtype)
                 codec.decode(wire, values)
                 at = 0
                 for piece in slices:
@@ -97,6 +108,5 @@ class Result:
             self._num_holders -= 1
             free = self._num_holders == 0
         if free:
-            for block in self._blocks.values():
-                self._pool.give(block)
-            self._blocks.clear()
+            while self._blocks:  # what the pool does not keep is free at once
+                self._pool.give(self._blocks.popitem()[1])

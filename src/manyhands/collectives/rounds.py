@@ -46,7 +46,7 @@ from manyhands.collectives.mail import Mail
 from manyhands.collectives.outcomes import Committed, Outcome, State, Stopped, Task
 from manyhands.collectives.passes import Pass
 from manyhands.collectives.pool import Block
-from manyhands.collectives.post import Post
+from manyhands.collectives.post import AHEAD_BYTES, Post
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.results import Result, digest_of, form_of
 from manyhands.collectives.shelf import Shelf
@@ -97,7 +97,7 @@ class Rounds:
             num_parts=num_parts, num_samples=num_samples, num_rounds=num_rounds, form=form
         )
         self._machine = RoundMachine(self._me, course)
-        self._pool = pool_for(self.layout, wire, link.terms.window_bytes)
+        self._pool = pool_for(self.layout, wire, AHEAD_BYTES)
         self._mail.pool = self._pool
         self._bank = Bank(self.layout, wire, self._pool)
         self._adder = Adder(self.layout, self._bank, self._pool, refuse=refuse)

@@ -1,0 +1,68 @@
+"""I10, while a run goes on: whatever a peer waits for is under way, or a view will tell it.
+
+A world that stands still shows by itself. These waits would end with the run at the latest, or at
+its next cut, and so nobody would see that they were for nothing.
+"""
+
+from __future__ import annotations
+
+from manyhands.collectives import messages as m
+from manyhands.collectives.standing import Mode
+from manyhands.core.peers import PeerState
+
+
+def check_waits(world):
+    """Whether anybody in the run waits for what nobody sends: that is a violation."""
+    for peer in world.alive():
+        if not peer.machine.based:
+            check_state(world, peer)
+        elif peer.machine.mode is Mode.FILLING:
+            check_fills(world, peer)
+        elif world.view.member(peer.number).state is PeerState.WATCHING:
+            check_results(world, peer)
+
+
+def check_state(world, peer):
+    """A newcomer's Ask, or the answer, must be somewhere."""
+    donor = world.peers.get(peer.machine.donor)
+    if donor is None or donor.stopped or is_cut_off(world, donor):
+        return
+    ways = ((peer.number, donor.number), (donor.number, peer.number), (world.hub, peer.number))
+    coming = peer.number in donor.machine.asks or any(map(world.channels.get, ways))
+    world.require(coming, f"I10 {peer.id} waits for a state that nobody sends")
+
+
+def check_fills(world, peer):
+    """Whoever is to fill in, and has come to that, has sent it."""
+    machine = peer.machine
+    if world.view.cut > machine.cut:
+        return
+    held = machine.book.results((machine.applied, machine.fill_tag))
+    for k, number in machine._verdict.fillers.items():
+        filler = world.peers[number]
+        acted = filler.machine.cut == machine.cut and filler.machine.mode is not Mode.TALKING
+        if k in held or not acted or is_cut_off(world, filler):
+            continue
+        coming = any(isinstance(word, m.Fill) for word in world.words(number, peer.number))
+        world.require(coming, f"I10 {peer.id} waits for a part that {filler.id} does not send")
+
+
+def check_results(world, peer):
+    """One that follows and has seen the run two rounds ahead, after a cut, misses something.
+
+    Nobody is so far without having had all results of the rounds between; if none of them is on
+    its way to this peer, it must have asked.
+    """
+    machine = peer.machine
+    newest = machine.book.newest_round()
+    if machine.wanting is not None or newest <= machine.applied + 1:
+        return
+    if all(tag.cut < world.view.cut for tag in machine.book.attempts(newest)):
+        return
+    coming = any(channel for key, channel in world.channels.items() if key[1] == peer.number)
+    world.require(coming, f"I10 {peer.id} waits for results that nobody sends")
+
+
+def is_cut_off(world, peer):
+    """Whether a view will tell the others that this peer is gone."""
+    return peer.number in world.dead or peer.number in world.offline
