@@ -97,11 +97,14 @@ class RoundsPeer:
 
         from manyhands.collectives.mail import Mail
         from manyhands.collectives.rounds import Rounds
-        from manyhands.links.base import open_link
+        from manyhands.links.base import LinkSettings, open_link
+        from manyhands.links.messages import Terms
 
         self.tensor = torch.zeros(numel)
         mail = Mail()
-        self._link = open_link(url, run=run, place=mail)
+        # Whoever watches until it is taken in must not fall behind by more than this.
+        settings = LinkSettings(terms=Terms(watch_bytes=8 * max(8 << 20, self.tensor.nbytes)))
+        self._link = open_link(url, run=run, place=mail, settings=settings)
         self._rounds = Rounds(
             self._link, [self.tensor], num_samples=lambda r: size, wire=wire, mail=mail
         )
