@@ -24,6 +24,7 @@ import ctypes
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import socket
 import statistics
@@ -47,6 +48,9 @@ from harness import (
     tls_broker,
 )
 
+from manyhands.testing.processes import end_tree
+
+FOREIGN_TURN_S = 90.0  # hivemind may look for its group for good; a turn takes up to 40 s
 WARM_UP = 3
 CHECKED = 2  # rounds of each turn whose result is compared with the true mean
 
@@ -308,7 +312,10 @@ def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting:
         tag = os.urandom(3).hex()
         for turn in range(args.turns):
             for n, variant in enumerate(plan):
-                crew = others if variant["link"] == "hivemind" else workers
+                foreign = variant["link"] == "hivemind"
+                crew = others if foreign else workers
+                if crew is None:
+                    continue
                 pids = meeting.get(variant["link"], [])
                 forget_peaks(pids)
                 before = cpu_of(pids)
@@ -323,7 +330,17 @@ def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting:
                         rounds=rounds_for(mbytes, args.quick),
                         last=turn == args.turns - 1,
                     )
-                answers = [worker.hear(crew) for worker in crew]
+                try:
+                    limit_s = FOREIGN_TURN_S if foreign else math.inf
+                    answers = [worker.hear(crew, limit_s) for worker in crew]
+                except TimeoutError as error:
+                    print(
+                        f"hivemind is given up for {size} x {mbytes} MB: {error}", file=sys.stderr
+                    )
+                    for worker in crew:
+                        end_tree(worker.process, patience_s=0.0)
+                    others = None
+                    continue
                 answers[0]["meeting_cpu"] = cpu_of(pids) - before
                 answers[0]["meeting_peak"] = peaks_of(pids)
                 said[n].append(answers)
@@ -332,7 +349,7 @@ def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting:
                     f"{1e3 * statistics.median(a['times'][0] for a in answers):.1f} ms",
                     file=sys.stderr,
                 )
-    return [row_of(size, mbytes, plan[n], said[n]) for n in said]
+    return [row_of(size, mbytes, plan[n], said[n]) for n in said if said[n]]
 
 
 def row_of(size: int, mbytes: int, variant: dict, turns: list) -> dict:

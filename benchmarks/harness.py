@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import select
 import subprocess
 import sys
 import tempfile
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Self
@@ -160,9 +162,15 @@ class Worker:
         self.process.stdin.write(json.dumps(words) + "\n")
         self.process.stdin.flush()
 
-    def hear(self, crew: list[Worker] = ()) -> dict:
-        """Its next answer; not waited for once somebody of its crew has ended."""
+    def hear(self, crew: list[Worker] = (), limit_s: float = math.inf) -> dict:
+        """Its next answer; not waited for once somebody of its crew has ended.
+
+        Raises TimeoutError after `limit_s`.
+        """
+        deadline = time.monotonic() + limit_s
         while not select.select([self.process.stdout], [], [], 1.0)[0]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer within {limit_s:g} s")
             for other in crew:
                 if other.process.poll() is not None:
                     raise RuntimeError(f"a process of the crew ended with {other.process.poll()}")
