@@ -136,6 +136,12 @@ class Ambush(Directed):
     lengths = (6, 7, 8)
     look_every = 8
 
+    def last_and_heir(self):
+        """The only member, and who is ready to take over; (None, None) unless there are both."""
+        members = self.members()
+        ready = [p for p in self.alive() if p.machine.ready_told and not p.machine.member]
+        return (members[0], ready[0]) if len(members) == 1 and ready else (None, None)
+
     def fault(self, kind):
         if kind != "ambush":
             super().fault(kind)
@@ -268,11 +274,9 @@ class Overtaken(Ambush):
     """The only member dies; who takes over is behind a watching peer, and nobody knows it."""
 
     def strike(self):
-        members = self.members()
-        ready = [p for p in self.alive() if p.machine.ready_told and not p.machine.member]
-        if len(members) != 1 or not ready:
+        last, heir = self.last_and_heir()
+        if heir is None:
             return False
-        last, heir = members[0], ready[0]
         ways = [(last.number, heir.number), (HUB, last.number)]
         watchers = [p for p in self.shown(PeerState.WATCHING) if p is not heir]
         self.slow_down(*ways, *((p.number, HUB) for p in watchers))
@@ -300,11 +304,9 @@ class Haunted(Ambush):
         return self.lose_the_member() if self.round is None else self.cut_at_that_round()
 
     def lose_the_member(self):
-        members = self.members()
-        ready = [p for p in self.alive() if p.machine.ready_told and not p.machine.member]
-        if len(members) != 1 or not ready:
+        last, heir = self.last_and_heir()
+        if heir is None:
             return False
-        last, heir = members[0], ready[0]
         watchers = [p for p in self.shown(PeerState.WATCHING) if p is not heir]
         known = [p for p in watchers if p.machine.ready_told]
         hub = [(HUB, last.number), *((p.number, HUB) for p in watchers)]

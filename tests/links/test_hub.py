@@ -231,6 +231,7 @@ def test_a_silent_connection_that_comes_while_a_hub_closes_is_ended(hubs, insecu
     with ThreadPoolExecutor(1) as pool, here:
         # Accepted before, served after: nobody else would end it any more.
         pool.submit(hub._serve, there, ("127.0.0.1", 1)).result(PATIENCE_S)
+        assert here.recv(1) == b""
 
 
 @pytest.mark.parametrize("insecure", [False, True])
