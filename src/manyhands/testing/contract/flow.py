@@ -191,6 +191,7 @@ class FlowContract:
     ) -> None:
         """And takes no more than the agreed memory; whatever part of a message is large."""
         one, idle = Reader(meeting.open("one")), Reader(meeting.open("idle"))
+        witness = Reader(meeting.open("witness"))
         activate(one)
         size = 32 << 10
         count = 5 * STEADY.watch_bytes // size
@@ -200,6 +201,10 @@ class FlowContract:
                 (head + b"x" * size, []) if in_message else (head, [os.urandom(size)])
             )
             one.link.send(None, message, buffers, timeout_s=PATIENCE_S)
+        # What is sent is on its way for a while. Only when another peer has what was sent last is
+        # it certain that nothing of it comes after this one has begun to read.
+        one.link.send(witness.link.me, b"end")
+        witness.until_message(b"end")
         one.link.send(idle.link.me, b"end")
         idle.until_message(b"end")
         # To a watching peer, direct messages and fan-outs may come by different queues.
