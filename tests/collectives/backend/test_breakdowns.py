@@ -28,7 +28,7 @@ WORLD, VICTIM = 3, 1
 OTHERS = (0, 2)
 TIMEOUT_S = 600.0  # of the group: nobody may wait for it
 AT_ONCE = timedelta(seconds=5)
-LARGE = 60_000  # floats: each rank owns a part of their sum
+LARGE = 600_000  # floats: each rank owns a part of their sum
 _runs = itertools.count()
 
 

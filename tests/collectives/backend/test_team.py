@@ -27,7 +27,7 @@ PEERS = tuple(PeerId(f"rank-{rank}", 100 + rank) for rank in range(3))
 FIRST = ViewNumber(1, 1)
 VIEW = View(FIRST, tuple(Member(peer, PeerState.ACTIVE, FIRST) for peer in PEERS))
 KEY = Key(1, 0)
-LARGE = 20_000  # floats: more than goes to everybody at once
+LARGE = 200_000  # floats: more than goes to everybody at once
 
 
 class HeldLink:

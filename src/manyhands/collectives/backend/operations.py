@@ -27,7 +27,9 @@ from manyhands.collectives.reduction import (
 from manyhands.wire.tensors import bytes_of, verify_received, writable_bytes_of
 
 SMALL_BYTES = 32 << 10
-"""Up to here a contribution goes to everybody and everybody adds up: one hop instead of two."""
+"""Up to here a copy costs less than waiting until it has left."""
+DIRECT_BYTES = 4 << 20
+"""If all contributions of all to all are no more than this, everybody adds up: one hop, not two."""
 LARGE_BYTES = 16 << 20
 """From here on it takes longer to copy the sums than to wait until they have left."""
 
@@ -58,7 +60,7 @@ class Maker:
         values = flat.view(arithmetic.dtype)
         lossy = operator in (Operator.SUM, Operator.MEAN)
         codec = codec_for(wire if lossy else "fp32", values.dtype)
-        if values.nbytes <= SMALL_BYTES and codec.raw:
+        if codec.raw and values.nbytes <= self._direct_bytes:
             return self._sum_everywhere(made, values, arithmetic, codec)
         parts = cut_parts(values.numel(), values.itemsize, num, self.part_bytes)
         memory, size = writable_bytes_of(values), values.itemsize
@@ -111,9 +113,14 @@ class Maker:
     def _sum_everywhere(
         self, made: Exchange, values: Tensor, arithmetic: Arithmetic, codec: Codec
     ) -> Exchange:
-        made.outgoing.append(self._plain(None, 0, bytes_of(values)))
+        made.outgoing.append(self._copy(values))  # the sum is made in `values`
         made.owned[0] = self._own(0, values, arithmetic, codec, to_all=False)
         return made
+
+    @property
+    def _direct_bytes(self) -> int:
+        num = len(self.members)
+        return min(max(SMALL_BYTES, DIRECT_BYTES // (num * (num - 1))), self.part_bytes)
 
     def _own(
         self,
@@ -296,8 +303,24 @@ class Maker:
         for k, start in enumerate(range(0, len(memory), size)):
             made.outgoing.append(self._plain(to, k, memory[start : start + size]))
 
+    def _copy(self, flat: Tensor) -> Outgoing:
+        """All of it to all others, from a copy."""
+        if flat.nbytes <= SMALL_BYTES:
+            return self._plain(None, 0, bytes_of(flat))
+        block = self.pool.take(flat.nbytes)
+        block.tensor.copy_(flat.view(torch.uint8))
+        return Outgoing(
+            to=None,
+            step=GIVEN,
+            k=0,
+            num_bytes=flat.nbytes,
+            prepare=lambda: block.view,
+            settled=True,
+            release=lambda: self.pool.give(block),
+        )
+
     def _plain(self, to: int | None, k: int, view: memoryview) -> Outgoing:
-        if len(view) <= SMALL_BYTES:  # a copy costs less than waiting until it has left
+        if len(view) <= SMALL_BYTES:
             view = memoryview(bytes(view))
             return Outgoing(to, GIVEN, k, len(view), lambda: view, settled=True)
         return Outgoing(to, GIVEN, k, len(view), lambda: view, settled=False)

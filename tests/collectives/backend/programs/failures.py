@@ -20,7 +20,7 @@ from manyhands.collectives.backend import messages as words
 from manyhands.collectives.backend.exchange import RESULT
 from manyhands.collectives.courier import Courier
 from tests.collectives.backend.programs.training import batch_of, loss_of, make_model
-from tests.collectives.backend.programs.values import reduce_scatter_single
+from tests.collectives.backend.programs.values import SPLIT, reduce_scatter_single
 
 HUGE = 25_000_000  # floats: 100 MB
 
@@ -166,7 +166,7 @@ def train_with_a_hook_until_error(victim: int) -> dict[str, object]:
 
 def all_reduce_until_error() -> dict[str, object]:
     """Returns how long the one that failed took."""
-    tensor = torch.ones(20_000)
+    tensor = torch.ones(SPLIT)
     while True:
         start_s = time.monotonic()
         error = error_of(lambda: dist.all_reduce(tensor))
@@ -295,6 +295,6 @@ def answer_to_one_that_left() -> None:
         dist.recv(torch.ones(1), num - 1)
         store.set("late", "now")
     for _ in range(20):
-        tensor = torch.ones(20_000)
+        tensor = torch.ones(SPLIT)
         dist.all_reduce(tensor, group=others)
         assert (tensor == num - 1).all()

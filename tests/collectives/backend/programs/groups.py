@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from tests.collectives.backend.programs.values import (
+    SPLIT,
     all_gather_single,
     combined,
     given,
@@ -26,8 +27,8 @@ def _place() -> tuple[int, int]:
 def _exercise(group, ranks) -> None:
     """One of each kind in a group of these ranks."""
     rank = dist.get_rank()
-    mine = given(rank, 20_000, torch.float32)
-    every = [given(r, 20_000, torch.float32) for r in ranks]
+    mine = given(rank, SPLIT, torch.float32)
+    every = [given(r, SPLIT, torch.float32) for r in ranks]
     total = combined(ReduceOp.SUM, every)
     dist.all_reduce(mine, group=group)
     same(mine, total, ("all_reduce", ranks))
@@ -79,7 +80,7 @@ def every_group() -> None:
             assert dist.get_process_group_ranks(group) == ranks
             _exercise(group, ranks)
     # One operation in each group at once, waited for in another order.
-    tensors = [(ranks, group, given(rank, 30_000, torch.float32)) for ranks, group in groups]
+    tensors = [(ranks, group, given(rank, SPLIT, torch.float32)) for ranks, group in groups]
     works = [
         dist.all_reduce(tensor, group=group, async_op=True)
         for ranks, group, tensor in tensors
@@ -89,7 +90,7 @@ def every_group() -> None:
         work.wait()
     for ranks, _, tensor in tensors:
         if rank in ranks:
-            every = [given(r, 30_000, torch.float32) for r in ranks]
+            every = [given(r, SPLIT, torch.float32) for r in ranks]
             same(tensor, combined(ReduceOp.SUM, every), ranks)
     # Destroying a group, even one of all ranks, leaves the others alone.
     for ranks, group in groups:
@@ -124,8 +125,8 @@ def another_order() -> None:
     out = torch.empty(num)
     all_gather_single(out, torch.tensor([float(rank)]), group=group)
     assert out.tolist() == [float(r) for r in ranks]
-    every = [given(r, 20_000, torch.float32) for r in ranks]
-    mine = given(rank, 20_000, torch.float32)
+    every = [given(r, SPLIT, torch.float32) for r in ranks]
+    mine = given(rank, SPLIT, torch.float32)
     dist.all_reduce(mine, group=group)
     same(mine, combined(ReduceOp.SUM, every), "summed in that order")
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from tests.collectives.backend.programs.values import (
+    SPLIT,
     all_gather_single,
     combined,
     given,
@@ -25,7 +26,7 @@ def _place() -> tuple[int, int]:
 def hundreds_in_flight() -> int:
     """Of mixed sizes, waited for in reverse. Returns the number of threads it took."""
     rank, num = _place()
-    sizes = random.Random(5).choices((1, 100, 8192, 8193, 40_000), k=500)
+    sizes = random.Random(5).choices((1, 100, 8192, 8193, 40_000) * 4 + (SPLIT,), k=500)
     tensors = [torch.full((size,), float(rank + i)) for i, size in enumerate(sizes)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in reversed(works):
@@ -43,7 +44,7 @@ def every_kind_in_flight() -> None:
         checks.append((tensor, expected))
 
     for turn in range(20):
-        size = 5 if turn % 2 else 30_000
+        size = (5, 30_000, SPLIT)[turn % 3]
         every = [given(r, size, torch.float32, turn) for r in range(num)]
         total = combined(ReduceOp.SUM, every)
         summed, told = every[rank].clone(), every[rank].clone()
@@ -70,7 +71,7 @@ def groups_in_any_order() -> None:
     """Async operations of two groups, begun in another order on every rank."""
     rank, num = _place()
     groups = [dist.new_group() for _ in range(2)]
-    for size in (10, 50_000):
+    for size in (10, 50_000, SPLIT):
         tensors = [torch.full((size,), float(rank + 10 * g)) for g in range(2)]
         order = (0, 1) if rank == 0 else (1, 0)
         works = [dist.all_reduce(tensors[g], group=groups[g], async_op=True) for g in order]
@@ -79,7 +80,7 @@ def groups_in_any_order() -> None:
         for g, tensor in enumerate(tensors):
             assert (tensor == sum(range(num)) + 10 * g * num).all()
     # Threads of one process, each with a group of its own.
-    results = [torch.ones(20_000) for _ in groups]
+    results = [torch.ones(SPLIT) for _ in groups]
 
     def reduce(g):
         for _ in range(20):
@@ -157,7 +158,7 @@ def nothing_is_kept() -> dict[str, int]:
     """After many operations of all kinds: how many entries are left in the team's books."""
     group = dist.new_group([0, dist.get_world_size() - 1])
     for turn in range(50):
-        every_size = torch.ones(40_000 if turn % 2 else 5)
+        every_size = torch.ones((5, 40_000, SPLIT)[turn % 3])
         dist.all_reduce(every_size)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.all_reduce(every_size, group=group)

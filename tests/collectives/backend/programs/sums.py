@@ -28,7 +28,8 @@ from tests.collectives.backend.programs.values import (
 
 ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-SMALL = 32 << 10  # bytes: above, a sum is cut up among the members
+SMALL = 32 << 10  # bytes: above, what leaves is no copy
+DIRECT = 4 << 20  # bytes of all to all: above, a sum is cut up among the members
 LARGE = 16 << 20  # from here on sums leave from the memory of the tensor
 MEANINGFUL = (
     *((dtype, op) for dtype in FLOATS for op in (*ARITHMETIC, ReduceOp.AVG)),
@@ -44,7 +45,7 @@ def all_reduce_every_dtype() -> None:
     """Equal to the roster-order result, bit for bit, one hop or two."""
     world = range(dist.get_world_size())
     for dtype, op in MEANINGFUL:
-        for numel in (31, SMALL // dtype.itemsize + 1):
+        for numel in (31, SMALL // dtype.itemsize + 1, DIRECT // 2 // dtype.itemsize + 1):
             every = [given(rank, numel, dtype) for rank in world]
             mine = every[dist.get_rank()].clone()
             dist.all_reduce(mine, op)
@@ -74,7 +75,8 @@ def all_reduce_every_size() -> str:
     digest = hashlib.sha256()
     world = range(dist.get_world_size())
     border = SMALL // 4
-    sizes = (0, 1, 31, border - 1, border, border + 1, 262_143, 262_144, 262_145, 1_500_007)
+    direct = DIRECT // len(world) // (len(world) - 1) // 4
+    sizes = (0, 1, 31, border - 1, border, border + 1, direct - 1, direct, direct + 1, 1_500_007)
     for salt, numel in enumerate(sizes):
         every = [given(rank, numel, torch.float32, salt) for rank in world]
         mine = every[dist.get_rank()].clone()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+SPLIT = 600_000  # floats: a sum of so many is cut up among the members, however few they are
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex64, torch.complex128)
 INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
