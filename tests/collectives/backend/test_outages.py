@@ -60,7 +60,7 @@ def test_gone_for_good(zygote, doomed):
         for answer in answers.values():
             assert answer.ok, answer.value
             text = answer.value["error"]
-            assert text.startswith("DistBackendError: `all_reduce float32[20000]"), text
+            assert text.startswith("DistBackendError: `all_reduce float32[600000]"), text
             assert place in text, text
             assert f"not found again within {OUTAGE_S:g} s" in text, text
         for answer in crew.call("failures", "all_reduce_until_error").values():

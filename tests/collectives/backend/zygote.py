@@ -35,6 +35,10 @@ PRELOAD = (
 )
 
 
+TORCHS = "AsyncCheckpointExecutor"  # a pool of torch's that it ends without waiting for
+PATIENCE_S = 10.0
+
+
 def serve() -> dict | None:
     """Fork as told; returns in a child, with its orders, and at the end of stdin, with None."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -106,7 +110,12 @@ def work(orders: dict) -> None:
             except Exception:  # noqa: BLE001  (the crew shows it)
                 answer = False, traceback.format_exc()
             line.send_bytes(pickle.dumps(answer))
-    left = [thread.name for thread in threading.enumerate() if not alone(thread)]
+    others = [thread for thread in threading.enumerate() if not alone(thread)]
+    for thread in others:
+        # What torch starts by itself is told to end, and not waited for. Ours has ended by now.
+        if thread.name.startswith(TORCHS):
+            thread.join(PATIENCE_S)
+    left = [thread.name for thread in others if thread.is_alive()]
     if left:
         print(f"threads left: {left}", file=sys.stderr)
         sys.exit(3)

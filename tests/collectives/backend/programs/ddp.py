@@ -24,6 +24,7 @@ from tests.collectives.backend.programs.training import (
     digest,
     loss_of,
     make_model,
+    make_wide_model,
     sgd,
     train_alone,
     whole_batch,
@@ -55,10 +56,10 @@ def _alone(model=None):
 
 def plain(**options) -> str:
     # Another start on every rank: DDP gives all of them that of rank 0.
-    model = make_model(seed=7 + dist.get_rank())
+    model = make_wide_model(seed=7 + dist.get_rank())
     wrapped = DistributedDataParallel(model, **BUCKETS, **options)
     _train(wrapped)
-    check_close(model, _alone())
+    check_close(model, _alone(make_wide_model()))
     return digest(model)
 
 

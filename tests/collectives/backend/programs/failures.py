@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.collectives.backend import messages as words
 from manyhands.collectives.backend.exchange import RESULT
 from manyhands.collectives.courier import Courier
-from tests.collectives.backend.programs.training import batch_of, loss_of, make_model
+from tests.collectives.backend.programs.training import batch_of, loss_of, make_wide_model
 from tests.collectives.backend.programs.values import SPLIT, reduce_scatter_single
 
 HUGE = 25_000_000  # floats: 100 MB
@@ -96,7 +96,7 @@ def train_until_error(
     others have ended that step.
     """
     rank = dist.get_rank()
-    model = make_model()
+    model = make_wide_model()
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.06)
     for step in range(100):
         inputs, labels = batch_of(rank, step)
@@ -151,7 +151,7 @@ def train_with_a_hook_until_error(victim: int) -> dict[str, object]:
         )
 
     rank = dist.get_rank()
-    wrapped = DistributedDataParallel(make_model(), bucket_cap_mb=0.06)
+    wrapped = DistributedDataParallel(make_wide_model(), bucket_cap_mb=0.06)
     wrapped.register_comm_hook(dist.group.WORLD, hook)
     for step in range(100):
         inputs, labels = batch_of(rank, step)

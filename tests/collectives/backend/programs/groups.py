@@ -27,11 +27,12 @@ def _place() -> tuple[int, int]:
 def _exercise(group, ranks) -> None:
     """One of each kind in a group of these ranks."""
     rank = dist.get_rank()
-    mine = given(rank, SPLIT, torch.float32)
-    every = [given(r, SPLIT, torch.float32) for r in ranks]
-    total = combined(ReduceOp.SUM, every)
-    dist.all_reduce(mine, group=group)
-    same(mine, total, ("all_reduce", ranks))
+    for numel in (SPLIT, 20_000):
+        mine = given(rank, numel, torch.float32)
+        every = [given(r, numel, torch.float32) for r in ranks]
+        total = combined(ReduceOp.SUM, every)
+        dist.all_reduce(mine, group=group)
+        same(mine, total, ("all_reduce", ranks, numel))
     small = given(rank, 5, torch.float32)
     dist.all_reduce(small, ReduceOp.AVG, group=group)
     want = combined(ReduceOp.AVG, [given(r, 5, torch.float32) for r in ranks])

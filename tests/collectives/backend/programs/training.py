@@ -13,12 +13,18 @@ from manyhands.wire.tensors import bytes_of
 WIDTH, CLASSES, BATCH, STEPS = 64, 10, 6, 5
 
 
-def make_model(seed: int = 7) -> nn.Sequential:
-    """Small, but of several buckets: sums on both sides of the small-message limit."""
+def make_model(seed: int = 7, hidden: tuple[int, int] = (256, 128)) -> nn.Sequential:
+    """Small, but of several buckets."""
     torch.manual_seed(seed)
+    one, two = hidden
     return nn.Sequential(
-        nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, 128), nn.Tanh(), nn.Linear(128, CLASSES)
+        nn.Linear(WIDTH, one), nn.Tanh(), nn.Linear(one, two), nn.Tanh(), nn.Linear(two, CLASSES)
     )
+
+
+def make_wide_model(seed: int = 7) -> nn.Sequential:
+    """Of two buckets whose sums everybody makes, and one whose sum is cut up among the ranks."""
+    return make_model(seed, (1024, 600))
 
 
 def batch_of(rank: int, step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
