@@ -13,7 +13,8 @@ most, from before it opened this link until the end of the first turn, without t
 the other links' memory is theirs, and what the process had free was given back before. Code counts
 for whoever runs it first: up to 20 MB. `bare` is the least that a relay does (bare_relay.py): what
 is above it is what windows, leases, resuming and checks cost. hivemind runs if it is installed
-(extra `bench`).
+(extra `bench`), and after the others have ended: its processes are busy while nobody asks for
+anything, and slowed all others down by a fifth.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import ctypes
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import socket
 import statistics
@@ -286,36 +286,30 @@ def rounds_for(mbytes: int, quick: bool) -> int:
 
 def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting: dict) -> list:
     """All rows of one number of peers and size."""
+    ours = [v for v in plan if v["link"] != "hivemind"]
+    rows = measure_in_turns(size, mbytes, ours, args, urls, meeting) if ours else []
+    if len(ours) < len(plan):
+        rows += measure_hivemind(size, mbytes, args)
+    return rows
+
+
+def measure_in_turns(
+    size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting: dict
+) -> list:
     numel = mbytes * 250_000
     with contextlib.ExitStack() as stack:
         port = free_port()
-        workers = [
+        crew = [
             stack.enter_context(Worker(__file__, "--peer", rank, size, numel, port))
             for rank in range(size)
         ]
         if any(v["link"] == "bare" for v in plan):
             urls["bare"], pid = stack.enter_context(bare_relay_process(size))
             meeting["bare"] = [pid]
-        others = None
-        if any(v["link"] == "hivemind" for v in plan):
-            script = str(Path(__file__).with_name("hivemind_peer.py"))
-            others = [
-                stack.enter_context(Worker(script, rank, size, numel, free_port()))
-                for rank in range(size)
-            ]
-            first = others[0].hear()
-            for worker in others[1:]:
-                worker.say(**first)
-            for worker in others:
-                worker.hear()
-        said: dict[int, list] = {n: [] for n in range(len(plan))}
+        said: list[list] = [[] for _ in plan]
         tag = os.urandom(3).hex()
         for turn in range(args.turns):
             for n, variant in enumerate(plan):
-                foreign = variant["link"] == "hivemind"
-                crew = others if foreign else workers
-                if crew is None:
-                    continue
                 pids = meeting.get(variant["link"], [])
                 forget_peaks(pids)
                 before = cpu_of(pids)
@@ -330,26 +324,50 @@ def measure(size: int, mbytes: int, plan: list[dict], args, urls: dict, meeting:
                         rounds=rounds_for(mbytes, args.quick),
                         last=turn == args.turns - 1,
                     )
-                try:
-                    limit_s = FOREIGN_TURN_S if foreign else math.inf
-                    answers = [worker.hear(crew, limit_s) for worker in crew]
-                except TimeoutError as error:
-                    print(
-                        f"hivemind is given up for {size} x {mbytes} MB: {error}", file=sys.stderr
-                    )
-                    for worker in crew:
-                        end_tree(worker.process, patience_s=0.0)
-                    others = None
-                    continue
+                answers = [worker.hear(crew) for worker in crew]
                 answers[0]["meeting_cpu"] = cpu_of(pids) - before
                 answers[0]["meeting_peak"] = peaks_of(pids)
                 said[n].append(answers)
-                print(
-                    f"{size} peers {mbytes} MB turn {turn + 1} {variant}: "
-                    f"{1e3 * statistics.median(a['times'][0] for a in answers):.1f} ms",
-                    file=sys.stderr,
-                )
-    return [row_of(size, mbytes, plan[n], said[n]) for n in said if said[n]]
+                tell(size, mbytes, turn, variant, answers)
+    return [row_of(size, mbytes, variant, turns) for variant, turns in zip(plan, said, strict=True)]
+
+
+def measure_hivemind(size: int, mbytes: int, args) -> list:
+    """Its row, if it gets that far; what it did before it was given up counts."""
+    numel, script = mbytes * 250_000, str(Path(__file__).with_name("hivemind_peer.py"))
+    variant = {"link": "hivemind", "engine": "hivemind", "wire": "fp32"}
+    said = []
+    with contextlib.ExitStack() as stack:
+        crew = [
+            stack.enter_context(Worker(script, rank, size, numel, free_port()))
+            for rank in range(size)
+        ]
+        first = crew[0].hear()
+        for worker in crew[1:]:
+            worker.say(**first)
+        for worker in crew:
+            worker.hear()
+        try:
+            for turn in range(args.turns):
+                for worker in crew:
+                    worker.say(rounds=rounds_for(mbytes, args.quick), last=turn == args.turns - 1)
+                answers = [worker.hear(crew, FOREIGN_TURN_S) for worker in crew]
+                answers[0]["meeting_cpu"] = answers[0]["meeting_peak"] = 0  # it has none
+                said.append(answers)
+                tell(size, mbytes, turn, variant, answers)
+        except TimeoutError as error:
+            print(f"hivemind is given up for {size} x {mbytes} MB: {error}", file=sys.stderr)
+            for worker in crew:
+                end_tree(worker.process, patience_s=0.0)
+    return [row_of(size, mbytes, variant, said)] if said else []
+
+
+def tell(size: int, mbytes: int, turn: int, variant: dict, answers: list) -> None:
+    print(
+        f"{size} peers {mbytes} MB turn {turn + 1} {variant}: "
+        f"{1e3 * statistics.median(a['times'][0] for a in answers):.1f} ms",
+        file=sys.stderr,
+    )
 
 
 def row_of(size: int, mbytes: int, variant: dict, turns: list) -> dict:
