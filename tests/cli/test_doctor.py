@@ -72,6 +72,14 @@ def test_the_code_by_standard_input():
     assert json.loads(out)["address"].startswith("hub://127.0.0.1")
 
 
+def test_no_code_on_standard_input():
+    """Another address than the one that was meant is not examined in its place."""
+    with Hub("127.0.0.1:0") as hub:
+        code, out, err = doctor("-", said="", MANYHANDS_URL=hub.address.code())
+    assert (code, out) == (2, "")
+    assert "standard input" in err
+
+
 def test_a_failed_check(broker):
     code, out, err = doctor(broker.url("guest", "wr0ng-password"), "--json")
     report, found = as_json(out)

@@ -60,6 +60,18 @@ def test_advertise_is_what_the_code_says(tmp_path):
         assert (said["host"], said["port"]) == ("hub.example.org", 1234)
 
 
+@pytest.mark.parametrize("option", ["--bind", "--advertise"])
+@pytest.mark.parametrize("address", ["http://hub.example.org", "ann:w0rd@here:1", "here:1/run"])
+def test_more_than_a_host_is_refused(tmp_path, option, address):
+    command = [sys.executable, "-m", "manyhands", "hub", "--state", str(tmp_path)]
+    done = subprocess.run(
+        [*command, option, address], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 2
+    assert "HOST:PORT" in done.stderr
+    assert "w0rd" not in done.stdout + done.stderr
+
+
 def test_the_code_is_not_in_the_log(tmp_path):
     with hub("--state", str(tmp_path)) as (process, said):
         open_link(said["code"], run="r").close()

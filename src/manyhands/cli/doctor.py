@@ -41,7 +41,8 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[URL|CODE|-]",
-            help="The hub or broker; - reads it from stdin, where no other user sees it.",
+            help="The hub or broker; - reads it from stdin, where no other user sees it. "
+            "(default: $MANYHANDS_URL)",
         ),
     ] = None,
     run: Annotated[
@@ -63,6 +64,8 @@ def doctor(
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
     if address == "-":
         address = sys.stdin.readline().strip()
+        if not address:
+            raise typer.BadParameter("standard input has no address for -")
     start = time.monotonic()
     found = resolve(address, run, os.environ)
     bad = found if isinstance(found, UsageError) else None

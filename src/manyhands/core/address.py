@@ -117,6 +117,8 @@ def split_host_port(text: str, default_port: int) -> tuple[str, int]:
         port = parts.port
     except ValueError:
         raise AddressError(f"{text!r} has no valid port", hint="write HOST:PORT") from None
+    if any(sign in text for sign in "/?#@"):
+        raise AddressError(f"{redact(text)!r} is more than a host", hint="write HOST:PORT")
     return parts.hostname or "0.0.0.0", default_port if port is None else port
 
 

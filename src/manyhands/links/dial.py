@@ -57,6 +57,11 @@ class Dialler:
         self._stream: Stream | None = None
         self._stopped = False
 
+    @property
+    def where(self) -> str:
+        """The hub's host and port."""
+        return host_port(self._address.host, self._address.port)
+
     def stop(self) -> None:
         """No more calls: what is being dialled is closed, from any thread."""
         self._stopped = True
@@ -66,7 +71,7 @@ class Dialler:
     def greet(self, terms: Terms, back: Return | None) -> tuple[Stream, FrameReader, Welcome]:
         """Connect and say Hello. Raises Refused, Excluded, LinkBroken, LinkTimeout."""
         deadline = time.monotonic() + self._connect_s
-        where = host_port(self._address.host, self._address.port)
+        where = self.where
         stream: Stream | None = None
         try:
             sock = self._connect(where)
@@ -92,9 +97,12 @@ class Dialler:
                 (self._address.host, self._address.port), timeout=self._connect_s
             )
         except OSError as error:
+            unknown = isinstance(error, socket.gaierror)
             raise LinkBroken(
                 f"no hub at {where}: {error.strerror or error}",
-                hint="is `manyhands hub` running there, and is the port open?",
+                hint="is the host's name right, and known on this machine?"
+                if unknown
+                else "is `manyhands hub` running there, and is the port open?",
             ) from None
         if self._address.insecure:
             return sock

@@ -11,6 +11,7 @@ It starts inside any process (`with Hub(...)`) or as `manyhands hub`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import logging
 import socket
@@ -423,7 +424,9 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise LinkBroken(
             f"cannot listen on {host}:{port}: {error.strerror}",
-            hint="is a hub running there already? --bind HOST:0 takes a free port",
+            hint="is a hub running there already? --bind HOST:0 takes a free port"
+            if error.errno == errno.EADDRINUSE
+            else "an address of this machine is wanted; --bind 0.0.0.0:PORT takes all of them",
         ) from None
 
 

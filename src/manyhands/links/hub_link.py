@@ -261,7 +261,12 @@ class HubCarrier:
                     stream.detach()
                 if self._closing.is_set():
                     return
-                log.warning("%s lost its hub and dials again", self._me)
+                log.warning(
+                    "%s lost its hub, %s, and looks for it for up to %g s",
+                    self._me,
+                    self._dialler.where,
+                    self._settings.outage_s,
+                )
                 stream, reader = self._redial()
                 log.info("%s is back at its hub", self._me)
         except LinkError as error:

@@ -32,7 +32,8 @@ def test_seats(hellos, seated):
 @pytest.mark.parametrize(
     ("hellos", "words"),
     [
-        ({A: Hello(0, 2), B: Hello(1, 3)}, "disagree on world_size: [2, 3]"),
+        ({A: Hello(0, 2), B: Hello(1, 3)}, "disagree on world_size: rank 0 says 2, rank 1 says 3"),
+        ({A: Hello(None, 2), B: Hello(1, 3)}, "a peer without a rank says 2, rank 1 says 3"),
         ({A: Hello(0, 2), B: Hello(2, None)}, "rank 2 was given, but world_size is 2"),
         ({A: Hello(0, 2), B: Hello(0, None)}, "rank 0 was given to two peers"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from datetime import timedelta
 
@@ -54,6 +55,21 @@ def test_what_was_put_is_run_before_the_end(completer):
     assert sorted(done) == list(range(100))
     completer.put(lambda: done.append("late"))
     assert done[-1] == "late"
+
+
+def test_ctrl_c_ends_a_wait():
+    """By itself the future waits in C++, where no signal handler runs."""
+    promise, main = Promise(None), threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            promise.wait()
+    finally:
+        timer.join()
+    promise.keep([torch.ones(1)])
+    assert promise.wait()
 
 
 def test_a_promise_that_is_kept():

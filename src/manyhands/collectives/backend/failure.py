@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from manyhands.core.errors import LinkError, ManyhandsError, UsageError, WireError
+from manyhands.core.errors import Excluded, LinkError, ManyhandsError, UsageError, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterable, Sequence
@@ -83,6 +83,15 @@ def judge_time(exchange: Exchange, roster: Sequence[PeerId], now_s: float) -> Te
         f"no data from {missing or 'nobody'}",
         hint="they are alive but have not called it, or with another root; or raise the group's "
         "timeout",
+    )
+
+
+def replaced(error: Excluded) -> TeamFailed:
+    """This rank is out, perhaps because another process took its place."""
+    return TeamFailed(
+        f"this process is out of its run: {error.reason}",
+        hint="a process has a rank of its own, also where torchrun counts them anew on each "
+        "machine; start the whole group again",
     )
 
 

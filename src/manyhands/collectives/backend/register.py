@@ -46,7 +46,11 @@ def _meet(
     url = url.replace('"', "").replace("'", "")  # a shell or a form may have left them on
     if not ("://" in url or url.startswith(("mh1-", "local:/"))):  # torch makes /// one slash
         given = redact(url.partition("?")[0])
-        raise RuntimeError(f"init_method {given!r} is neither a URL nor a join code of manyhands")
+        raise RuntimeError(
+            f"init_method {given!r} is neither a URL nor a join code of manyhands\n"
+            "hint: mh1-... as `manyhands hub` prints it, or hub://HOST:PORT/RUN, or "
+            "amqps://USER:PASSWORD@HOST/VHOST?run=RUN"
+        )
     from torch.distributed.constants import default_pg_timeout
 
     session = open_session(url, timeout or default_pg_timeout)

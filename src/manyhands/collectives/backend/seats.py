@@ -42,7 +42,8 @@ def assign(order: Sequence[int], hellos: Mapping[int, words.Hello]) -> tuple[int
     here = [peer for peer in order if peer in hellos]
     worlds = {hellos[peer].world for peer in here} - {None}
     if len(worlds) > 1:
-        return f"the peers disagree on world_size: {sorted(w for w in worlds if w is not None)}"
+        said = ", ".join(f"{_who(hellos[p])} says {hellos[p].world}" for p in here)
+        return f"the peers disagree on world_size: {said}"
     if not worlds:
         return None
     (world,) = worlds
@@ -64,6 +65,10 @@ def assign(order: Sequence[int], hellos: Mapping[int, words.Hello]) -> tuple[int
     if len(seats) < world:
         return None
     return tuple(seats[rank] for rank in range(world))
+
+
+def _who(hello: words.Hello) -> str:
+    return "a peer without a rank" if hello.rank is None else f"rank {hello.rank}"
 
 
 def name_of(rank: int | None) -> str | None:
@@ -124,29 +129,44 @@ class _Table:
             self.refusal_s = now_s + _REFUSAL_S
         return now_s < self.refusal_s
 
+    @property
+    def world(self) -> int | None:
+        """The size of the group, as far as this peer has heard of it."""
+        if self.mine.world is not None:
+            return self.mine.world
+        return next((h.world for h in self.hellos.values() if h.world is not None), None)
+
     def missing(self) -> str:
         """Who is waited for: as the leader has heard, as the others see by names."""
         if self.lead is not None and self.lead == self.link.me:
-            world = next((h.world for h in self.hellos.values() if h.world is not None), None)
             ranks = [hello.rank for hello in self.hellos.values()]
         else:
-            world = self.mine.world
             here = self.view.peers(PeerState.ACTIVE) if self.view is not None else ()
             ranks = [rank_of(peer.name) for peer in here]
+        world = self.world
         if world is None:
             return "peer that knows world_size"
         absent = [rank for rank in range(world) if rank not in ranks]
         if absent and None not in ranks:
             return name_ranks(absent)
         if len(ranks) < world:
-            return f"{world - len(ranks)} more of {world} peers"
+            return f"further peer ({len(ranks)} of {world} are here)"
         return f"word from {self.lead or 'the first peer'}, which seats the members"
 
 
-def take_seat(link: Link, rank: int | None, world: int | None, timeout_s: float) -> Seating:
-    """Meet the others. Raises Refused (and why), LinkTimeout naming who is missing, LinkError."""
+def take_seat(
+    link: Link, rank: int | None, world: int | None, timeout_s: float, *, where: str
+) -> Seating:
+    """Meet the others. Raises Refused (and why), LinkTimeout naming who is missing, LinkError.
+
+    `where`: the run and its meeting point, in words.
+    """
+    if world is not None and world < 1:
+        raise UsageError(f"a world_size of {world}", hint="how many processes the group has")
     if rank is not None and world is not None and rank >= world:
-        raise UsageError(f"rank {rank} of a world of {world}: ranks count from 0")
+        raise UsageError(
+            f"rank {rank} of a world of {world}", hint=f"ranks count from 0 to {world - 1}"
+        )
     table = _Table(link, words.Hello(rank, world))
     link.tell(Ready())
     deadline = time.monotonic() + timeout_s
@@ -154,11 +174,14 @@ def take_seat(link: Link, rank: int | None, world: int | None, timeout_s: float)
     while True:
         now_s = time.monotonic()
         if now_s > deadline:
-            hint = "are they started, with this URL and run? does one of them give world_size?"
-            raise LinkTimeout(table.missing(), timeout_s, hint=hint)
+            hint = "are all started, with this meeting point and run?"
+            if not table.world:
+                hint += " at least one of them must give world_size"
+            raise LinkTimeout(f"{table.missing()} in {where}", timeout_s, hint=hint)
         if now_s > report_s:
             report_s = now_s + _REPORT_S
-            log.warning("waiting for %s", table.missing())
+            left_s = deadline - now_s
+            log.warning("%s: waiting for %s, %.0f s more", where, table.missing(), left_s)
         members: tuple[int, ...] | None = None
         try:
             event = link.receive(min(deadline, report_s, table.refusal_s) - now_s + 0.01)

@@ -52,7 +52,8 @@ class Session:
         placement = Placement()
         link = _dial(point, placement)
         try:
-            seating = take_seat(link, rank, world, timeout_s)
+            where = f"run {point.address.run!r} ({point.address})"
+            seating = take_seat(link, rank, world, timeout_s, where=where)
         except Excluded as excluded:
             link.close()
             raise Refused(

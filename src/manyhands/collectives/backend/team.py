@@ -32,6 +32,7 @@ from manyhands.collectives.backend.failure import (
     judge_time,
     judge_view,
     name_ranks,
+    replaced,
     surplus,
     told,
     twice,
@@ -40,7 +41,7 @@ from manyhands.collectives.courier import Courier, Letter
 from manyhands.collectives.flow import Accounts
 from manyhands.collectives.pool import Block, Pool
 from manyhands.collectives.threads import start_thread
-from manyhands.core.errors import LinkError, LinkTimeout, ManyhandsError, WireError
+from manyhands.core.errors import Excluded, LinkError, LinkTimeout, ManyhandsError, WireError
 from manyhands.core.peers import PeerId, View
 from manyhands.links.base import Delivery, Gap, Link
 from manyhands.links.messages import Gone, Leaving
@@ -424,7 +425,8 @@ class Team:
                 error = judge_time(exchange, self.roster, now_s)
                 if error is not None:
                     raise error
-                if not exchange.reported and now_s - exchange.started_s > _STALL_S:
+                met_s = self.link.lease_start_s() + self.link.terms.lease_s  # else it is not they
+                if not exchange.reported and exchange.started_s + _STALL_S < now_s < met_s:
                     exchange.reported = True
                     who = name_ranks(exchange.waits_for())
                     log.warning("`%s` has waited %.0f s for %s", exchange.form, _STALL_S, who)
@@ -440,7 +442,9 @@ class Team:
                 return
             self._error = error
         # What the link says, the others hear from theirs.
-        if not isinstance(error, GaveUp) and (
+        if isinstance(error, Excluded):
+            self._error = error = replaced(error)
+        elif not isinstance(error, GaveUp) and (
             isinstance(error, TeamFailed) or not isinstance(error, LinkError)
         ):
             with contextlib.suppress(ManyhandsError):

@@ -17,11 +17,11 @@ def enter(
 ) -> dict[str, object]:
     """init_process_group with `given[this process]`; says what came of it, and leaves.
 
-    "url" and "delay_s" may be among what is given.
+    "url" and "delay_s" may be among what is given; with "stays" it takes part until an error.
     """
     mine = dict(given.get(int(os.environ["CREW_RANK"]), {}))
     time.sleep(mine.pop("delay_s", 0.0))
-    url = mine.pop("url", url)
+    url, stays = mine.pop("url", url), mine.pop("stays", False)
     timeout = timedelta(seconds=mine.pop("timeout_s", timeout_s))
     start_s = time.monotonic()
 
@@ -36,6 +36,9 @@ def enter(
     try:
         total = torch.tensor([float(2 ** dist.get_rank())])
         dist.all_reduce(total)
+        while stays:
+            if error := error_of(lambda: dist.all_reduce(torch.ones(1))):
+                return {"error": error}
         return {"rank": dist.get_rank(), "world": dist.get_world_size(), "sum": float(total)}
     finally:
         dist.destroy_process_group()
