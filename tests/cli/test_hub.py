@@ -115,6 +115,7 @@ def test_a_hub_killed_in_the_middle_of_traffic_is_the_same_hub_again(tmp_path):
         for i in range(200):
             one.send(two.me, str(i).encode(), [bytes(60_000)])
             if i == 100:
+                readers[1].until_deliveries(60)  # the rest is where it may be
                 process.kill()
                 process.wait()
                 again = ("--state", str(tmp_path), "--bind", f"127.0.0.1:{said['port']}")

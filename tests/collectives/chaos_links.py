@@ -39,12 +39,13 @@ class Chaos:
         self._leaving: set[str] = set()
         self.counts = dict.fromkeys(("kill", "stop", "leave", "join"), 0)
 
-    def go(self, seconds: float) -> None:
-        """Play for so long, let the rest finish, and ask the oracle."""
+    def go(self, seconds: float, num_faults: int) -> None:
+        """Play for so long, and until there were so many; let the rest finish, ask the oracle."""
         self._join(brings=True)
         self.peers[0].until(lambda said: "task" in said)
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        start_s = time.monotonic()
+        while time.monotonic() < start_s + seconds or sum(self.counts.values()) < num_faults:
+            assert time.monotonic() < start_s + seconds + PATIENCE_S, self.counts
             time.sleep(self._dice.uniform(0.05, 0.8))
             self._wake(time.monotonic())
             self._play()
@@ -120,10 +121,10 @@ class Chaos:
                 self._stopped.remove((until, peer))
 
 
-def play(zygote: Zygote, url: str, seed: int, seconds: float) -> Chaos:
+def play(zygote: Zygote, url: str, seed: int, seconds: float, num_faults: int = 0) -> Chaos:
     with ExitStack() as stack:
         chaos = Chaos(zygote, url, f"chaos-{os.getpid()}-{time.monotonic_ns()}", seed, stack)
-        chaos.go(seconds)
+        chaos.go(seconds, num_faults)
     return chaos
 
 

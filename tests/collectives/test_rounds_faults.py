@@ -201,21 +201,28 @@ class TestKilled:
         crew.finish(dead=["p0"])
 
 
+# The others are still there when one that was stopped wakes: a broker keeps no memory of a run
+# whose peers are all gone, and may have closed the connection by which it would have been told.
+STAY = {"what": "task", "round": 7, "then": "wait"}
+
+
 class TestStopped:
     """SIGSTOP past the lease, then SIGCONT: it must find itself outside and commit nothing."""
 
-    QUICK = msgspec.structs.replace(STEADY, lease_s=1.5)
+    # One that a busy machine does not miss by itself: of three peers only one is to be outside.
+    QUICK = msgspec.structs.replace(STEADY, lease_s=3.0)
 
     def test_while_it_computes(self, crew):
         gate = {"what": "task", "round": 4, "then": "wait"}
-        _, other, victim = crew.add_three({"p2": [gate]}, terms=self.QUICK)
+        lead, other, victim = crew.add_three({"p0": [STAY], "p2": [gate]}, terms=self.QUICK)
         victim.until(lambda said: said.get("at") == "task" and 3 in victim.history.rounds)
         victim.stop()
-        other.until_round(NUM_ROUNDS)
+        other.until_round(6)
         victim.tell("go")
         victim.go_on()
         assert victim.until(lambda said: "stopped" in said)["stopped"] == "excluded"
         assert victim.history.rounds[-1] == 3
+        lead.tell("go")
         crew.finish(dead=["p2"])
 
     def test_while_results_are_on_their_way_to_it(self, crew):
@@ -224,17 +231,18 @@ class TestStopped:
         sent = {"what": "Part", "round": 4, "count": 2, "then": "say"}
         two_parts = (("float32", 50), ("float64", 50))  # of which the third peer owns none
         lead, _, victim = crew.add_three(
-            {"p0": [gate], "p2": [sent]}, terms=self.QUICK, sizes=two_parts
+            {"p0": [gate, STAY], "p2": [sent]}, terms=self.QUICK, sizes=two_parts
         )
         lead.until(lambda said: said.get("at") == "task" and 3 in lead.history.rounds)
         victim.until(lambda said: said.get("at") == "Part")
         victim.stop()
         lead.tell("go")
-        lead.until_round(NUM_ROUNDS)
+        lead.until_round(6)
         assert len(lead.history.committed[4]["contributions"]) == 3
         victim.go_on()
         assert victim.until(lambda said: "stopped" in said)["stopped"] == "excluded"
         assert victim.history.rounds[-1] == 3
+        lead.tell("go")
         crew.finish(dead=["p2"])
 
 
@@ -351,7 +359,7 @@ class TestNetwork:
             crowd.until("p0", lambda said: "task" in said)
             begun = time.monotonic()
             crowd.takers["p0"].rounds.close()
-            assert time.monotonic() - begun < 3
+            assert time.monotonic() - begun < STEADY.lease_s / 2  # the wait there could be: a lease
             crowd.finish()
             proxy.go()
             crowd.takers["p0"].link.close()
@@ -503,5 +511,4 @@ class TestStranger:
 class TestChaos:
     def test_random_faults(self, zygote, url):
         """Kills, stops, departures and arrivals, as the dice fall; `make chaos` plays longer."""
-        chaos = play(zygote, url, seed=3, seconds=8)
-        assert sum(chaos.counts.values()) > 6, chaos.counts
+        play(zygote, url, seed=3, seconds=8, num_faults=7)

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from manyhands.doctor import limits, measure
 from manyhands.doctor.limits import Budget
 from manyhands.doctor.report import Status
 
@@ -32,9 +33,18 @@ class Found(dict):
         return [f.check for f in self.values() if f.status is Status.SKIPPED]
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """For what works, and takes longer than a user has to wait where others work too."""
+    for name in ("RIGHTS_S", "LOOPBACK_S", "MEASURE_S"):
+        monkeypatch.setattr(limits, name, 30.0)
+    monkeypatch.setattr(measure, "_JOIN_S", 30.0)
+    monkeypatch.setattr(measure, "_PING_S", 30.0)
+
+
 @pytest.fixture
 def budget():
-    return Budget(15.0)
+    return Budget(60.0)
 
 
 @pytest.fixture

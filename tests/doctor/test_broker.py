@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ssl
+import time
 import uuid
 
 import pytest
@@ -29,7 +30,7 @@ MH = "^mh\\."
 
 
 def examine(url):
-    return Found(examine_broker(parse_address(url), seconds=SECONDS, budget=Budget(15.0)))
+    return Found(examine_broker(parse_address(url), seconds=SECONDS, budget=Budget(60.0)))
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,15 @@ def names_at(broker):
     return [line for line in listed.splitlines() if "doctor-" in line]
 
 
+def is_left_as_it_was(broker):
+    """Soon: a broker may take its time to see that somebody has hung up."""
+    deadline = time.monotonic() + 30
+    while names_at(broker):
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
 def test_a_broker_that_works(broker, user):
     found = examine(user())
     assert found.problems == []
@@ -63,7 +73,7 @@ def test_a_broker_that_works(broker, user):
     assert found["bandwidth"].data["up_mb_per_s"] > 0
     assert found["bandwidth"].data["down_mb_per_s"] > 0
     assert found["latency"].data["messages"] == 50
-    assert names_at(broker) == []
+    assert is_left_as_it_was(broker)
 
 
 def test_rights_for_one_run_are_enough_with_its_name(user):
@@ -108,7 +118,7 @@ def test_missing_permissions_are_all_named(broker, user, rights, cannot):
     assert set(cannot) <= {m["step"] for m in missing}
     assert all(m["name"].startswith("mh.doctor-") for m in missing)
     assert "rabbitmqctl set_permissions -p / user-" in finding.remedy
-    assert names_at(broker) == []
+    assert is_left_as_it_was(broker)
 
 
 def test_nothing_listens(closed_port):
@@ -153,7 +163,7 @@ def test_tls_and_alarm(fresh_broker, authority, tmp_path):
     assert alarm.problems == ["alarm"]
     assert "memory" in alarm["alarm"].summary
     broker.set_memory_watermark(0.4)  # a broker in an alarm does not even see who hangs up
-    assert names_at(broker) == []
+    assert is_left_as_it_was(broker)
 
 
 @pytest.fixture
@@ -165,7 +175,7 @@ def tls_port(listen):
         issued.configure_cert(context)
 
         def serve(sock):
-            sock.settimeout(2.0)
+            sock.settimeout(10.0)
             context.wrap_socket(sock, server_side=True).close()
 
         return listen(serve)
@@ -178,7 +188,7 @@ def test_a_certificate_for_another_host(authority, tls_port, tmp_path):
     authority.cert_pem.write_to_path(ca)
     port = tls_port(authority.issue_cert("rabbit.example.org"))
     address = parse_address(f"amqps://localhost:{port}/?ca_file={ca}")
-    (finding,) = check_certificate(address, 2.0).findings
+    (finding,) = check_certificate(address, 10.0).findings
     assert finding.status is Status.PROBLEM
     assert "rabbit.example.org" in finding.summary
 
@@ -189,7 +199,7 @@ def test_an_expired_certificate(authority, tls_port, tmp_path):
     past = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
     port = tls_port(authority.issue_cert("localhost", not_after=past))
     address = parse_address(f"amqps://localhost:{port}/?ca_file={ca}")
-    (finding,) = check_certificate(address, 2.0).findings
+    (finding,) = check_certificate(address, 10.0).findings
     assert finding.summary == "the certificate has expired on 2024-01-01"
 
 
@@ -199,7 +209,7 @@ def test_a_certificate_that_ends_soon(authority, tls_port, tmp_path):
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
     port = tls_port(authority.issue_cert("localhost", not_after=soon))
     address = parse_address(f"amqps://localhost:{port}/?ca_file={ca}")
-    outcome = check_certificate(address, 2.0)
+    outcome = check_certificate(address, 10.0)
     assert outcome.findings[0].status is Status.WARNING
     assert outcome.value is not None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import msgspec
 import pytest
 import torch
 
@@ -293,6 +294,18 @@ def test_beats_tell_what_was_consumed_and_renew_the_lease(link, hand):
     wait_until(lambda: hand.beats[-1][1] == 628)
     hand.sink.heard(time.monotonic() + 1)
     assert link.lease_start_s() > time.monotonic()
+
+
+def test_a_beat_does_not_wait_its_time_when_much_was_consumed(hand):
+    """A watching peer that reads fast would miss what comes until then."""
+    terms = msgspec.structs.replace(TERMS, beat_s=60.0, lease_s=120.0)
+    with Endpoint(ME, terms, hand, None).start(5.0) as link:
+        both(hand)
+        wait_until(lambda: hand.beats)
+        for seq in range(1, 7):
+            hand.bring(YOU, seq, bytes(500))
+        assert kinds(link).count("Delivery") == 6
+        wait_until(lambda: hand.beats[-1][1] >= TERMS.watch_bytes // 4)
 
 
 def test_an_excluded_peer_has_no_lease_and_stops_beating(link, hand):

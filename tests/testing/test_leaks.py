@@ -10,11 +10,12 @@ import threading
 import time
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from manyhands.testing.leaks import no_leaks
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
 
 
 @contextmanager
@@ -25,6 +26,13 @@ def reported(pattern, **arguments):
         no_leaks(patience_s=0.1, **arguments),
     ):
         yield
+
+
+def until_it_sleeps(pid):
+    deadline = time.monotonic() + 30
+    while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_nothing_is_not_a_leak(tmp_path):
@@ -39,11 +47,12 @@ def test_child_process():
     child = None
     try:
         with reported(r"process \d+ \(sleeping\): .*time\.sleep\(60\)"):
-            child = subprocess.Popen(SLEEP)
-            time.sleep(0.2)
+            child = subprocess.Popen(SLEEP, stdout=subprocess.PIPE)
+            child.stdout.readline()
+            until_it_sleeps(child.pid)
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
 
 
 def test_unreaped_child_process():
@@ -51,7 +60,7 @@ def test_unreaped_child_process():
     try:
         with reported(r"process \d+ \(zombie\)"):
             child = subprocess.Popen([sys.executable, "-c", ""])
-            time.sleep(0.5)
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its end, but not its reaping
     finally:
         child.wait()
 
@@ -78,7 +87,7 @@ def test_expected_process():
     child = None
     try:
         with no_leaks(patience_s=0.1, expected=lambda: {child.pid}):
-            child = subprocess.Popen(SLEEP)
+            child = subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL)
     finally:
         child.kill()
         child.wait()

@@ -6,11 +6,13 @@ import math
 import queue
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from manyhands.collectives.backend import messages as words
+from manyhands.collectives.backend import team as team_module
 from manyhands.collectives.backend.exchange import GIVEN, Exchange, Key, Outgoing, Target, Wanted
 from manyhands.collectives.backend.operations import Maker
 from manyhands.collectives.backend.team import Team
@@ -398,13 +400,29 @@ def closing_s(team) -> float:
     return time.monotonic() - start_s
 
 
+@contextmanager
+def closing(team):
+    """It closes meanwhile; yields what fails unless it is still at it. By the end it has done."""
+    thread = threading.Thread(target=team.close)
+    thread.start()
+
+    def waits() -> None:
+        thread.join(GLIMPSE_S)
+        assert thread.is_alive()
+
+    yield waits
+    thread.join(PATIENCE_S / 2)
+    assert not thread.is_alive()
+
+
 def test_closing_waits_for_a_meeting_point_that_answers(team):
     for rank in (1, 2):
         team.deliver(rank, words.Goodbye())
     team.see(without=(1, 2))
     team.link.confirming.clear()
-    threading.Timer(2 * GLIMPSE_S, team.link.confirming.set).start()
-    assert closing_s(team) >= 2 * GLIMPSE_S
+    with closing(team) as waits:
+        waits()
+        team.link.confirming.set()
     assert team.link.told == [Leaving, Gone]
     assert words.Goodbye() in team.link.words
 
@@ -413,25 +431,30 @@ def test_closing_does_not_wait_for_one_that_is_silent(team):
     """What was sent may be lost: so this rank is not said to have left in peace."""
     team.link.confirming.clear()
     team.link.answered_s = time.monotonic() - Terms().lease_s
-    assert closing_s(team) < 2.0
+    assert closing_s(team) < team_module._PARTING_S / 2
     assert team.link.told == []
 
 
-def test_the_first_member_leaves_last(team):
-    threading.Timer(GLIMPSE_S, team.see, kwargs={"without": (1,)}).start()
-    threading.Timer(2 * GLIMPSE_S, team.see, kwargs={"without": (1, 2)}).start()
+def test_the_first_member_leaves_last(team, monkeypatch):
+    monkeypatch.setattr(team_module, "_LAST_S", PATIENCE_S)  # what ends its wait is no clock
     for rank in (1, 2):
         team.deliver(rank, words.Goodbye())
     team.settle()
-    assert 2 * GLIMPSE_S <= closing_s(team) < 5 * GLIMPSE_S
+    with closing(team) as waits:
+        waits()
+        team.see(without=(1,))
+        waits()
+        team.see(without=(1, 2))
 
 
-def test_it_does_not_wait_for_those_who_stay(team):
-    assert closing_s(team) < 3.0
+def test_it_does_not_wait_for_those_who_stay(team, monkeypatch):
+    monkeypatch.setattr(team_module, "_LAST_S", GLIMPSE_S)
+    assert closing_s(team) < PATIENCE_S / 2
     assert team.link.told == [Leaving, Gone]
 
 
-def test_a_member_that_is_not_the_first_leaves_at_once(team):
+def test_a_member_that_is_not_the_first_leaves_at_once(team, monkeypatch):
+    monkeypatch.setattr(team_module, "_LAST_S", PATIENCE_S)
     team.see(order=(1, 2, 0))
     team.settle()
-    assert closing_s(team) < 4 * GLIMPSE_S
+    assert closing_s(team) < PATIENCE_S / 2

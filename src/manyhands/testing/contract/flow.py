@@ -202,7 +202,9 @@ class FlowContract:
             )
             one.link.send(None, message, buffers, timeout_s=PATIENCE_S)
         # What is sent is on its way for a while. Only when another peer has what was sent last is
-        # it certain that nothing of it comes after this one has begun to read.
+        # it certain that nothing of it comes after this one has begun to read; and over a broker,
+        # where each has a queue of its own, only when the broker has put all of it into all queues.
+        one.link.flush(PATIENCE_S)
         one.link.send(witness.link.me, b"end")
         witness.until_message(b"end")
         one.link.send(idle.link.me, b"end")
@@ -232,6 +234,7 @@ class FlowContract:
         size = STEADY.watch_bytes // 32
         count = 200
         taken = threading.Semaphore(8)  # a reader as fast as the sender, on any machine
+        told = 16  # a meeting point knows of this many the latest; with those 8, less than 31
 
         def send() -> None:
             for i in range(count):
@@ -242,6 +245,10 @@ class FlowContract:
         def read() -> None:
             for i in range(count):
                 fast.until_deliveries(i + 1)
+                # What it has read it tells by beats, whose thread may not be given its turn for as
+                # long as the other threads need to fan out all the memory that is agreed.
+                if i % told == told - 1:
+                    fast.link.renew_lease(PATIENCE_S)
                 taken.release()
 
         together(send, read)

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from manyhands.collectives.backend import seats
 from tests.collectives.backend.programs.failures import error_of
 
 
@@ -17,10 +18,12 @@ def enter(
 ) -> dict[str, object]:
     """init_process_group with `given[this process]`; says what came of it, and leaves.
 
-    "url" and "delay_s" may be among what is given; with "stays" it takes part until an error.
+    "url" and "delay_s" may be among what is given, and "refusal_s", how long a refusal waits; with
+    "stays" it takes part until an error.
     """
     mine = dict(given.get(int(os.environ["CREW_RANK"]), {}))
     time.sleep(mine.pop("delay_s", 0.0))
+    seats._REFUSAL_S = mine.pop("refusal_s", 1.0)
     url, stays = mine.pop("url", url), mine.pop("stays", False)
     timeout = timedelta(seconds=mine.pop("timeout_s", timeout_s))
     start_s = time.monotonic()
