@@ -72,6 +72,18 @@ def test_ctrl_c_ends_a_wait():
     assert promise.wait()
 
 
+def test_a_wait_is_not_behind_callbacks():
+    """One of them may wait for what its user does after the wait."""
+    promise, waited = Promise(None), threading.Event()
+    seen = promise.get_future().then(lambda future: waited.wait(30) and future.value())
+    keeping = threading.Thread(target=promise.keep, args=([torch.ones(1)],))
+    keeping.start()
+    assert promise.wait(timedelta(seconds=20))
+    waited.set()
+    keeping.join()
+    assert seen.wait()
+
+
 def test_a_promise_that_is_kept():
     promise = Promise(None)
     tensor = torch.ones(3)
