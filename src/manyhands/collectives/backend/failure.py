@@ -86,7 +86,7 @@ def judge_time(exchange: Exchange, roster: Sequence[PeerId], now_s: float) -> Te
     )
 
 
-def replaced(error: Excluded) -> TeamFailed:
+def put_out(error: Excluded) -> TeamFailed:
     """This rank is out, perhaps because another process took its place."""
     taken = "another peer joined" in error.reason
     return TeamFailed(

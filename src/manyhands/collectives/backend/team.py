@@ -32,7 +32,7 @@ from manyhands.collectives.backend.failure import (
     judge_time,
     judge_view,
     name_ranks,
-    replaced,
+    put_out,
     surplus,
     told,
     twice,
@@ -442,7 +442,7 @@ class Team:
         # What the link says, the others hear from theirs.
         told_by_link = isinstance(error, LinkError) and not isinstance(error, TeamFailed)
         if isinstance(error, Excluded):
-            error = replaced(error)
+            error = put_out(error)
         with self._lock:
             if self._error is not None:
                 return
