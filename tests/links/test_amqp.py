@@ -363,6 +363,26 @@ class TestAway:
             one.until_without(far.link.me)
             assert isinstance(far.until_error(), Excluded)
 
+    def test_a_run_that_ended_in_the_meantime(self, broker):
+        """It was put out before: it must not go on alone with what it remembers."""
+        with AmqpMeeting(broker) as meeting:
+            one = Reader(meeting.open("one"))
+            link, proxy = meeting.open_proxied("far")
+            far = Reader(link)
+            activate(one, far)
+            proxy.refuse()
+            proxy.cut()
+            one.until_without(far.link.me)
+            one.link.close()
+            proxy.accept()
+            error = far.until_error()
+            assert isinstance(error, Excluded)
+            assert "ended while" in str(error)
+            far.link.close()
+            new = Reader(meeting.open("new"))  # and the name is free
+            activate(new)
+            assert [member.peer for member in new.views[-1].roster] == [new.link.me]
+
     def _three(self, meeting):
         one, third = (Reader(meeting.open(name, terms=PATIENT)) for name in ("one", "third"))
         link, proxy = meeting.open_proxied("far", terms=PATIENT)

@@ -247,6 +247,17 @@ class TestTakingTheSeat:
         office.call(B)
         assert office.roster == {"b": WATCHING}
 
+    @pytest.mark.parametrize("unsure", [False, True])
+    @pytest.mark.parametrize("begun", [False, True])
+    def test_a_run_that_the_broker_does_not_know(self, unsure, begun):
+        """Only whoever was cut off from it may have been put out before it ended."""
+        office = Office(run_of(A), unsure=unsure)
+        office.seat.on_call(1, Call(A, 0, ViewNumber(5, 3), WATCHING, WATCHING))
+        assert office.line.asked == unsure
+        if not begun:
+            office.seat.not_begun()
+        assert office.seat.forgotten == (unsure and not begun)
+
     def test_the_answer_of_an_earlier_line_does_not_count(self):
         """Another arbiter may have been there in between."""
         office = Office()

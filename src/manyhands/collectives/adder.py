@@ -35,11 +35,20 @@ class Adder:
         self._wide = torch.empty(_WIDENED, dtype=torch.float64)
 
     def wire_bytes(self, k: int) -> int:
-        """Of a contribution to part k, and of its result; -1 for a part that there is not."""
+        """Of the values of part k; -1 for a part that there is not."""
         if k >= self._layout.num_parts:
             return -1
         part = self._layout.parts[k]
         return self._bank.codecs[k].num_bytes(part.numel, part.dtype)
+
+    def result_bytes(self, head: Sum) -> int:
+        """What comes with this result; -1 for a part that there is not.
+
+        The mean of nothing has no values. A closing round is one, and takes place while the user
+        still reads the last result: two at a time would be more memory than is promised.
+        """
+        size = self.wire_bytes(head.k)
+        return size if size < 0 or head.weight > 0 else 0
 
     def is_whole(self, part: Part, block: Block | None) -> bool:
         """Whether a contribution has the values that it should have."""
@@ -62,6 +71,10 @@ class Adder:
 
     def add_up(self, head: Sum, filed: Mapping[int, Filed], me: int) -> tuple[Sum, Block]:
         """The head with all that the values say, and the encoded result. `filed` is by member."""
+        # A float, as it arrives elsewhere: heads are hashed.
+        weight = float(sum(filed[s.peer].part.weight for s in head.contributions))
+        if weight <= 0:
+            return msgspec.structs.replace(head, weight=weight), self._pool.take(0)
         shape, codec = self._layout.parts[head.k], self._bank.codecs[head.k]
         arithmetic = arithmetic_for(Operator.SUM, shape.dtype)
         block = self._pool.take(self.wire_bytes(head.k))
@@ -77,9 +90,7 @@ class Adder:
             total.zero_()
         for place, peer in enumerate(given):
             adding.offer(place, self._contribution(head.k, filed[peer], own=peer == me))
-        # A float, as it arrives elsewhere: heads are hashed.
-        weight = float(sum(filed[s.peer].part.weight for s in head.contributions))
-        if weight > 0 and (shape.dtype.is_floating_point or shape.dtype.is_complex):
+        if shape.dtype.is_floating_point or shape.dtype.is_complex:
             total.div_(weight)
         if apart:
             codec.encode(total, block.tensor)

@@ -47,8 +47,10 @@ class Pool:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Block:
-        """A block of that size, contents undefined. A larger one than usual is made to measure."""
-        if num_bytes > self.block_bytes:
+        """A block of that size, contents undefined. A larger one than usual is made to measure, and
+        so is one of no bytes, which is not to keep a whole one from others.
+        """
+        if num_bytes > self.block_bytes or not num_bytes:
             return _new(num_bytes)
         with self._lock:
             block = self._free.pop() if self._free else None

@@ -73,6 +73,9 @@ class Post:
         """A result. Its block is not used again before it has left: the round may be stable, and
         the block free, as soon as all members have it, and a lone member has nobody to wait for.
         """
+        if not block.view:
+            self._send(to, message, (), None)
+            return
         self._send(to, message, [block.view], self._pool.hold(block))
 
     def send_part(self, to: int, part: m.Part) -> None:

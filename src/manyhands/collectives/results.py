@@ -75,7 +75,10 @@ class Result:
         return self._blocks[k]
 
     def read_into(self, tensors: Sequence[Tensor]) -> None:
-        """Decode into tensors like those that were contributed; often the very same."""
+        """Decode into tensors like those that were contributed; often the very same.
+
+        The mean of no samples at all is 0.
+        """
         if self._closed:
             raise UsageError("this result was closed", hint="read it before you close it")
         flats = self._layout.check(tensors)
@@ -85,6 +88,10 @@ class Result:
             for part, codec in zip(self._layout.parts, self._codecs, strict=True):
                 wire = self._blocks[part.k].tensor
                 slices = self._layout.slices(part.k, flats)
+                if not wire.numel():
+                    for piece in slices:
+                        piece.zero_()
+                    continue
                 if len(slices) == 1:
                     codec.decode(wire, slices[0])
                     continue

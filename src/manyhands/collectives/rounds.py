@@ -467,13 +467,11 @@ class Rounds:
                     whole = self._adder.is_whole(message, block)
                     self._feed(e.PartArrived(sender, message, refused=not whole))
             case m.Sum():
-                if self._file_sum(sender, message, block):
-                    assert block is not None
-                    self._feed(e.SumArrived(sender, message, digest_of(block)))
+                if (filed := self._file_sum(sender, message, block)) is not None:
+                    self._feed(e.SumArrived(sender, message, digest_of(filed)))
             case m.Fill():
-                if self._file_sum(sender, message.sum, block):
-                    assert block is not None
-                    self._feed(e.FillArrived(sender, message, digest_of(block)))
+                if (filed := self._file_sum(sender, message.sum, block)) is not None:
+                    self._feed(e.FillArrived(sender, message, digest_of(filed)))
             case m.Status():
                 self._feed(e.StatusArrived(sender, message))
             case m.Ask():
@@ -487,13 +485,14 @@ class Rounds:
             case m.Snapshot():
                 pass  # not about a round under way: see `_deliver`
 
-    def _file_sum(self, sender: int, head: m.Sum, block: Block | None) -> bool:
-        if block is not None and block.tensor.numel() == self._adder.wire_bytes(head.k):
+    def _file_sum(self, sender: int, head: m.Sum, block: Block | None) -> Block | None:
+        """The block that it lies in from now on; None if it is of no use."""
+        block = self._pool.take(0) if block is None else block
+        if block.tensor.numel() == self._adder.result_bytes(head):
             if len(self._shelf.sums) >= self._most_sums and not self._machine.active:
                 self._shelf.drop_sums(lambda key: True)  # the state takes too long to come
                 self._feed(e.GapSeen())
-            return self._shelf.add_sum(head, block)
+            return block if self._shelf.add_sum(head, block) else None
         log.warning("part %d of a result came with the wrong size from %s", head.k, sender)
-        if block is not None:
-            self._pool.give(block)
-        return False
+        self._pool.give(block)
+        return None

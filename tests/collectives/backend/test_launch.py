@@ -206,9 +206,9 @@ def test_another_takes_a_rank_that_is_at_work(loose, new_url):
     given = {
         0: {"rank": 0, **stays},
         1: {"rank": 1, **stays},
-        2: {"rank": 0, "world_size": 2, "delay_s": 2.0, "timeout_s": 1.0},
+        2: {"rank": 0, "world_size": 2, "timeout_s": 1.0},
     }
-    answers = loose.call("launch", "enter", given, url=new_url())
+    answers = enter_after(loose, new_url(), given, first=(0, 1), here=("rank-0", "rank-1"))
     assert "another peer joined as 'rank-0'" in answers[0]["error"], answers
     assert "a rank of its own" in answers[0]["error"], answers
     assert "rank 0" in answers[1]["error"], answers

@@ -50,19 +50,22 @@ class Session:
                 hint="add ?run=NAME to it, or set MANYHANDS_RUN",
             )
         placement = Placement()
-        link = _dial(point, placement)
+        link: Link | None = None
         try:
+            link = _dial(point, placement)
             where = f"run {point.address.run!r} ({point.address})"
             seating = take_seat(link, rank, world, timeout_s, where=where)
         except Excluded as excluded:
-            link.close()
+            if link is not None:
+                link.close()
             raise Refused(
                 "seats",
                 f"this process is out of run {point.address.run!r}: {excluded.reason}",
                 hint="give each process a rank of its own, and each group a run of its own",
             ) from None
         except BaseException:
-            link.close()
+            if link is not None:
+                link.close()
             raise
         self.timeout_s = timeout_s
         self.keeper = Keeper()

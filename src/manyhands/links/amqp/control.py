@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.core.errors import LinkClosed, LinkError, Malformed, WireError
+from manyhands.core.errors import Excluded, LinkClosed, LinkError, Malformed, WireError
 from manyhands.core.peers import is_peer_name
 from manyhands.links.amqp.channel import AmqpChannel
 from manyhands.links.amqp.line import Deaf
@@ -34,6 +34,7 @@ _MAX_CALLS = 10_000  # the oldest are dropped: the next beats say it all again
 _MAX_NUMBER = 1 << 62  # of eras and views: the next one must still fit the wire
 _FAREWELL_S = 1.0
 _NOT_SAID = -1
+_FORGOTTEN = "the broker knows nothing of the run: it ended while this peer was cut off from it"
 
 
 class Control(Deaf):
@@ -154,8 +155,14 @@ class Control(Deaf):
         if channel is None or not self.seat.awaits(token):
             return
         with contextlib.suppress(LinkError):  # the line is breaking, and the seat with it
-            # The mark, before any view. Its confirmation comes after the answer to `ask_begun`.
             names, wait_s = self._carrier.names, self._carrier.terms.lease_s / 2
+            # It is bound like this already; the answer comes after that to `ask_begun`.
+            channel.bind(names.control, names.exchange, "control", timeout_s=wait_s)
+            if self.seat.forgotten:
+                channel.delete_queue(names.control, timeout_s=wait_s)
+                self._carrier.fail(Excluded(_FORGOTTEN))
+                return
+            # The mark, before any view.
             channel.bind(names.control, names.begun, BEGUN, timeout_s=wait_s)
             self.seat.on_fence(token)
 

@@ -4,8 +4,9 @@ All peers consume from the run's control queue, which the broker serves to a sin
 (x-single-active-consumer): that one is the arbiter. When it goes, the broker hands the queue, and
 the event that was not acknowledged yet, to the next. Order of events in a tenure:
 
-    1. the first event arrives; a Fence goes to everybody, this peer included. One who knows no view
-       asks before whether the run has begun
+    1. the first event arrives; a Fence goes to everybody, this peer included. One who knows no
+       view, or may have missed some, asks before whether the run has begun. If it has not, then the
+       run that the latter knows has ended without it
     2. the Fence comes back: every view of earlier arbiters has arrived before it. The run is marked
        as begun
     3. from the newest of these views on, events are decided and views published, all on the very
@@ -156,7 +157,7 @@ class Seat:
             # One token for all copies: an inbox may be slower than the next copy comes.
             self._fence = secrets.randbits(60)
             self._begun = True
-            if self._newest().number == NO_VIEW:
+            if self._newest().number == NO_VIEW or self._unsure():
                 self._line.ask_begun()
             self._send_fence(time.monotonic())
         return None
@@ -174,6 +175,14 @@ class Seat:
     def awaits(self, token: int) -> bool:
         """Whether that Fence is the one that this peer waits for."""
         return self._pending is not None and token == self._fence
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether the broker knows nothing of a run that this peer was in until it was cut off.
+
+        Its last peer takes everything along. This one may have been put out long before.
+        """
+        return not self._begun and self._unsure() and self._newest().number != NO_VIEW
 
     def on_fence(self, token: int) -> None:
         """A Fence has come back through the inbox, and the run is marked as begun."""
