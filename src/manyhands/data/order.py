@@ -42,10 +42,13 @@ class Order:
         """The samples at positions [start, stop), as int64."""
         if not 0 <= start <= stop <= self.size:
             raise UsageError(f"positions {start} to {stop} of an order of {self.size} samples")
-        values = torch.arange(start, stop)
+        return self.at(torch.arange(start, stop))
+
+    def at(self, positions: Tensor) -> Tensor:
+        """The samples at these positions, all of which must be some."""
         if not self._shuffle or self.size == 1:
-            return values
-        values = self._permute(values)
+            return positions.clone()
+        values = self._permute(positions)
         while True:
             outside = (values >= self.size).nonzero().flatten()
             if not len(outside):
