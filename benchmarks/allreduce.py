@@ -342,12 +342,12 @@ def measure_hivemind(size: int, mbytes: int, args) -> list:
             stack.enter_context(Worker(script, rank, size, numel, free_port()))
             for rank in range(size)
         ]
-        first = crew[0].hear()
-        for worker in crew[1:]:
-            worker.say(**first)
-        for worker in crew:
-            worker.hear()
         try:
+            first = crew[0].hear(crew, FOREIGN_TURN_S)
+            for worker in crew[1:]:
+                worker.say(**first)
+            for worker in crew:
+                worker.hear(crew, FOREIGN_TURN_S)
             for turn in range(args.turns):
                 for worker in crew:
                     worker.say(rounds=rounds_for(mbytes, args.quick), last=turn == args.turns - 1)
@@ -355,7 +355,7 @@ def measure_hivemind(size: int, mbytes: int, args) -> list:
                 answers[0]["meeting_cpu"] = answers[0]["meeting_peak"] = 0  # it has none
                 said.append(answers)
                 tell(size, mbytes, turn, variant, answers)
-        except TimeoutError as error:
+        except (TimeoutError, RuntimeError) as error:
             print(f"hivemind is given up for {size} x {mbytes} MB: {error}", file=sys.stderr)
             for worker in crew:
                 end_tree(worker.process, patience_s=0.0)

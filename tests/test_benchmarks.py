@@ -100,8 +100,9 @@ def test_scale(tmp_path: Path) -> None:
 # -- ended before its end -------------------------------------------------------------------------
 
 GUARDED = """
-import subprocess, sys, tempfile, time
+import signal, subprocess, sys, tempfile, time
 from guardian import guarded
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started this may ignore it: nohup does
 with guarded():
     tempfile.mkdtemp()
     subprocess.Popen(["sleep", "1000"], start_new_session=True)

@@ -270,6 +270,18 @@ def settled(crowd, name="p0") -> list[dict]:
     return [said for of, said in crowd.lines if of == name and "settled" in said]
 
 
+def until_cut(crowd, before, name="p0") -> None:
+    """Wait until that peer has seen one. If nothing was lost, all could finish without it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while cut_of(crowd, name) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def cut_of(crowd, name="p0") -> ViewNumber:
+    return crowd.takers[name].rounds.view.cut
+
+
 class TestNetwork:
     def test_connections_that_break(self, url, crowd):
         """Over a hub nobody notices; a broker loses the queue, which is a cut for all."""
@@ -279,10 +291,17 @@ class TestNetwork:
         with through_proxy(url) as (proxy, via):
             for k in range(3):
                 crowd.add(f"p{k}", url=via if k == 1 else None, expect=3, num_rounds=NUM_ROUNDS)
-            # While it computes, and while its contributions are on their way.
-            crowd.takers["p1"].before_task = lambda task: (
-                proxy.cut_after(20_000 * (task.round % 3 + 1)) if task.round in cuts else None
-            )
+            cut: list[ViewNumber] = []
+
+            def break_off(task) -> None:
+                """While it computes, and while its contributions are on their way."""
+                if task.round == 5 and not resumes:
+                    until_cut(crowd, cut[0])
+                if task.round in cuts:
+                    cut.append(cut_of(crowd))
+                    proxy.cut_after(20_000 * (task.round % 3 + 1))
+
+            crowd.takers["p1"].before_task = break_off
             crowd.start()
             finish(crowd)
             assert proxy.num_cuts >= len(cuts)
@@ -302,10 +321,12 @@ class TestNetwork:
 
             def restart(task) -> None:
                 if task.round == 4:
+                    before = cut_of(crowd)
                     hubs[-1].close()
                     hubs.append(
                         Hub(f"127.0.0.1:{hub.address.port}", insecure=True, state=tmp_path / "hub")
                     )
+                    until_cut(crowd, before)
 
             crowd = stack.enter_context(Crowd(address, "restarts"))
             crowd.begin(
@@ -322,7 +343,9 @@ class TestNetwork:
 
         def restart(task) -> None:
             if task.round == 4:
+                before = cut_of(crowd)
                 broker.restart()
+                until_cut(crowd, before)
 
         with Crowd(broker.url(), "restarts") as crowd:
             crowd.begin(

@@ -379,6 +379,7 @@ class TestAway:
             assert isinstance(error, Excluded)
             assert "ended while" in str(error)
             far.link.close()
+            assert f"mh.{meeting.run}" not in broker.ctl("list_queues", "name")
             new = Reader(meeting.open("new"))  # and the name is free
             activate(new)
             assert [member.peer for member in new.views[-1].roster] == [new.link.me]

@@ -1,7 +1,8 @@
 """What the peers of a run say to each other about rounds, as bytes for `Link.send`.
 
     Part      member -> owner      a contribution to one part of the tensor      values beside it
-    Sum       owner  -> all        the result of one part; part 0 has the record values beside it
+    Sum       owner  -> all        the result of one part; part 0 has the record values beside it,
+                                   but for the mean of nothing
     Status    each   -> each       what a peer holds when a cut comes
     Fill      holder -> all        after a cut: a Sum that somebody lacks        values beside it
     Ask, Snapshot, Want, RoundGone: joining                                      Snapshot: state
@@ -145,7 +146,7 @@ class Part(Message, frozen=True, tag=1):
 
 
 class Sum(Message, frozen=True, tag=2):
-    """The result of part k, with its values, encoded once by the owner.
+    """The result of part k, with its values, encoded once by the owner; of weight 0 it has none.
 
     `contributions` are all that went into it, in roster order. If `refused` is not empty (some
     contribution was not finite, or of the wrong shape), the attempt is void for everybody.

@@ -34,7 +34,7 @@ def entered(answers):
     return inside, {process: a["error"] for process, a in answers.items() if "error" in a}
 
 
-WORLDS = ["rank 0 says 3", "rank 1 says 4"]
+WORLDS = ["says 3", "rank 1 says 4"]
 ALL_IN = {0: (3, 7.0), 1: (3, 7.0), 2: (3, 7.0)}
 
 
@@ -81,7 +81,11 @@ def test_a_join_code(loose, tmp_path):
             (0, 1, 2),
             ["no rank", "3 in run '", "within 2 s"],
         ),
-        ({r: {"world_size": 4} for r in range(3)}, (0, 1, 2), ["of 4 are here) in run '"]),
+        (
+            {r: {"world_size": 4} for r in range(3)},
+            (0, 1, 2),
+            ["of 4 are here) in run '", "within 2 s"],
+        ),
         ({}, (0, 1, 2), ["knows world_size"]),
     ],
     ids=[

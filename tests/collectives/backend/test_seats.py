@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from manyhands.collectives.backend import messages as words
 from manyhands.collectives.backend.messages import Hello
 from manyhands.collectives.backend.seats import assign, name_of, rank_of
 
@@ -33,13 +34,20 @@ def test_seats(hellos, seated):
     ("hellos", "words"),
     [
         ({A: Hello(0, 2), B: Hello(1, 3)}, "disagree on world_size: rank 0 says 2, rank 1 says 3"),
-        ({A: Hello(None, 2), B: Hello(1, 3)}, "a peer without a rank says 2, rank 1 says 3"),
+        ({A: Hello(None, 2), B: Hello(1, 3)}, "one without rank says 2, rank 1 says 3"),
+        ({A: Hello(0, None), B: Hello(1, 3), C: Hello(2, 4)}, ": rank 1 says 3, rank 2 says 4"),
         ({A: Hello(0, 2), B: Hello(2, None)}, "rank 2 was given, but world_size is 2"),
         ({A: Hello(0, 2), B: Hello(0, None)}, "rank 0 was given to two peers"),
     ],
 )
 def test_refusals(hellos, words):
     assert words in assign([A, B, C], hellos)
+
+
+def test_a_refusal_of_many_fits_a_message():
+    hellos = {peer: Hello(peer, 100_000 + peer) for peer in range(1, 200)}
+    reason = assign(list(hellos), hellos)
+    assert words.decode(words.encode(words.Refusal(reason))).reason == reason
 
 
 def test_peers_are_named_after_their_ranks():

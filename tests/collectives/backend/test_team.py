@@ -445,6 +445,7 @@ def test_the_first_member_leaves_last(team, monkeypatch):
         team.see(without=(1,))
         waits()
         team.see(without=(1, 2))
+    assert team.link.told == [Leaving, Gone]
 
 
 def test_it_does_not_wait_for_those_who_stay(team, monkeypatch):

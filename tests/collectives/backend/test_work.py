@@ -61,6 +61,8 @@ def test_ctrl_c_ends_a_wait():
     """By itself the future waits in C++, where no signal handler runs."""
     promise, main = Promise(None), threading.main_thread().ident
     assert main is not None
+    # Whoever runs the tests in the background may have it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
     try:
@@ -68,8 +70,21 @@ def test_ctrl_c_ends_a_wait():
             promise.wait()
     finally:
         timer.join()
+        signal.signal(signal.SIGINT, before)
     promise.keep([torch.ones(1)])
     assert promise.wait()
+
+
+def test_a_wait_is_not_behind_callbacks():
+    """One of them may wait for what its user does after the wait."""
+    promise, waited = Promise(None), threading.Event()
+    seen = promise.get_future().then(lambda future: waited.wait(30) and future.value())
+    keeping = threading.Thread(target=promise.keep, args=([torch.ones(1)],))
+    keeping.start()
+    assert promise.wait(timedelta(seconds=20))
+    waited.set()
+    keeping.join()
+    assert seen.wait()
 
 
 def test_a_promise_that_is_kept():

@@ -86,12 +86,15 @@ def judge_time(exchange: Exchange, roster: Sequence[PeerId], now_s: float) -> Te
     )
 
 
-def replaced(error: Excluded) -> TeamFailed:
+def put_out(error: Excluded) -> TeamFailed:
     """This rank is out, perhaps because another process took its place."""
+    taken = "another peer joined" in error.reason
     return TeamFailed(
         f"this process is out of its run: {error.reason}",
-        hint="a process has a rank of its own, also where torchrun counts them anew on each "
-        "machine; start the whole group again",
+        hint="give each process a rank of its own, also where torchrun counts them anew on each "
+        "machine"
+        if taken
+        else _RESTART,
     )
 
 

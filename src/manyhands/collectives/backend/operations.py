@@ -29,7 +29,8 @@ from manyhands.wire.tensors import bytes_of, verify_received, writable_bytes_of
 SMALL_BYTES = 32 << 10
 """Up to here a copy costs less than waiting until it has left."""
 DIRECT_BYTES = 4 << 20
-"""If all contributions of all to all are no more than this, everybody adds up: one hop, not two."""
+"""If all contributions of all to all are no more than this, everybody adds up: one hop, not two.
+With many members that is so up to SMALL_BYTES each."""
 LARGE_BYTES = 16 << 20
 """From here on it takes longer to copy the sums than to wait until they have left."""
 
@@ -46,7 +47,8 @@ class Maker:
     # -- sums -----------------------------------------------------------------------------------
 
     def all_reduce(self, flat: Tensor, operator: Operator, wire: str = "fp32") -> Exchange:
-        """Every member ends with the same bits: the sum, encoded once, as its owner sent it.
+        """Every member ends with the same bits: the sum, encoded once, as its owner sent it; or, of
+        little, as all of them make it from the same contributions in the same order.
 
         `wire` names the codec of contributions and sums; sums and means may have a lossy one.
         """

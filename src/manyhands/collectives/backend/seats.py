@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manyhands.collectives.backend import messages as words
@@ -23,6 +23,7 @@ from manyhands.links.messages import Ready
 log = logging.getLogger(__name__)
 _HINT = "all of a group give one world_size and ranks of their own; another group, another run"
 _REPORT_S = 5.0  # how often a peer says for whom it waits
+_SHOWN = 4  # of sizes that differ
 _REFUSAL_S = 1.0  # how long a refusal waits for those who have yet to come
 
 
@@ -42,8 +43,7 @@ def assign(order: Sequence[int], hellos: Mapping[int, words.Hello]) -> tuple[int
     here = [peer for peer in order if peer in hellos]
     worlds = {hellos[peer].world for peer in here} - {None}
     if len(worlds) > 1:
-        said = ", ".join(f"{_who(hellos[p])} says {hellos[p].world}" for p in here)
-        return f"the peers disagree on world_size: {said}"
+        return f"the peers disagree on world_size: {_who_says_what(hellos[p] for p in here)}"
     if not worlds:
         return None
     (world,) = worlds
@@ -67,8 +67,13 @@ def assign(order: Sequence[int], hellos: Mapping[int, words.Hello]) -> tuple[int
     return tuple(seats[rank] for rank in range(world))
 
 
-def _who(hello: words.Hello) -> str:
-    return "a peer without a rank" if hello.rank is None else f"rank {hello.rank}"
+def _who_says_what(hellos: Iterable[words.Hello]) -> str:
+    """One peer for each size is enough: the text must fit a message."""
+    said: dict[int, str] = {}
+    for hello in hellos:
+        if hello.world is not None and hello.world not in said:
+            said[hello.world] = "one without rank" if hello.rank is None else f"rank {hello.rank}"
+    return ", ".join(f"{who} says {world}" for world, who in list(said.items())[:_SHOWN])
 
 
 def name_of(rank: int | None) -> str | None:

@@ -32,7 +32,7 @@ from manyhands.collectives.backend.failure import (
     judge_time,
     judge_view,
     name_ranks,
-    replaced,
+    put_out,
     surplus,
     told,
     twice,
@@ -418,6 +418,8 @@ class Team:
         if now_s - self._looked_s < _TICK_S / 2:
             return
         self._looked_s = now_s
+        # While the meeting point is away, nobody else is to blame.
+        connected = now_s < self.link.lease_start_s() + self.link.terms.lease_s
         with self._lock:
             if any(now_s > wanted.deadline_s for wanted in self._any):
                 raise TeamFailed("`recv` from any rank: nobody sent anything within the timeout")
@@ -425,11 +427,11 @@ class Team:
                 error = judge_time(exchange, self.roster, now_s)
                 if error is not None:
                     raise error
-                met_s = self.link.lease_start_s() + self.link.terms.lease_s  # else it is not they
-                if not exchange.reported and exchange.started_s + _STALL_S < now_s < met_s:
+                waited_s = now_s - exchange.started_s
+                if connected and not exchange.reported and waited_s > _STALL_S:
                     exchange.reported = True
                     who = name_ranks(exchange.waits_for())
-                    log.warning("`%s` has waited %.0f s for %s", exchange.form, _STALL_S, who)
+                    log.warning("`%s` has waited %.0f s for %s", exchange.form, waited_s, who)
 
     def fail(self, error: ManyhandsError) -> None:
         """Nothing works from here on. Tells the others why, closes the link, then tells us.
@@ -437,16 +439,15 @@ class Team:
         An operation that fails before its `start` is none of the team's: whoever wants it is told
         by whoever calls this.
         """
+        # What the link says, the others hear from theirs.
+        told_by_link = isinstance(error, LinkError) and not isinstance(error, TeamFailed)
+        if isinstance(error, Excluded):
+            error = put_out(error)
         with self._lock:
             if self._error is not None:
                 return
             self._error = error
-        # What the link says, the others hear from theirs.
-        if isinstance(error, Excluded):
-            self._error = error = replaced(error)
-        elif not isinstance(error, GaveUp) and (
-            isinstance(error, TeamFailed) or not isinstance(error, LinkError)
-        ):
+        if not (told_by_link or isinstance(error, GaveUp)):
             with contextlib.suppress(ManyhandsError):
                 reason = str(error).replace("this rank", f"rank {self.rank}")[:1000]
                 self.link.send(None, words.encode(words.Failed(reason)), timeout_s=1.0)

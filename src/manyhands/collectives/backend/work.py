@@ -185,15 +185,18 @@ class Promise(Work):
         self.sequel = sequel
         self._future = Chain(device, sequel)
         self._error: BaseException | None = None
+        self._ended = threading.Event()
         self.source = -1  # whose data came, where that was open
 
     def keep(self, result: object) -> None:
         """It is done."""
+        self._ended.set()
         self._future.set_result(result)
 
     def break_(self, error: BaseException) -> None:
         """It cannot be done."""
         self._error = error
+        self._ended.set()
         self._future.set_exception(error)
 
     # -- what torch and its users ask of a Work ---------------------------------------------------
@@ -206,7 +209,7 @@ class Promise(Work):
         """
         limit_s = timeout.total_seconds() if timeout > timedelta(0) else None
         # The future waits in C++, where neither a time-out nor a Ctrl-C reaches it.
-        if not (self._future.done() or self._ends_within(limit_s)):
+        if not self._ended.wait(limit_s):
             raise dist.DistBackendError(f"the operation was not finished within {limit_s:g} s")
         try:
             self._future.wait()
@@ -214,11 +217,6 @@ class Promise(Work):
             cause = self._error or error
             raise dist.DistBackendError(str(cause)) from cause
         return True
-
-    def _ends_within(self, seconds: float | None) -> bool:
-        ended = threading.Event()
-        self._future.add_done_callback(lambda _: ended.set())
-        return ended.wait(seconds)
 
     def synchronize(self) -> None:
         self.wait()

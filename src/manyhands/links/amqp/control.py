@@ -34,7 +34,10 @@ _MAX_CALLS = 10_000  # the oldest are dropped: the next beats say it all again
 _MAX_NUMBER = 1 << 62  # of eras and views: the next one must still fit the wire
 _FAREWELL_S = 1.0
 _NOT_SAID = -1
-_FORGOTTEN = "the broker knows nothing of the run: it ended while this peer was cut off from it"
+_FORGOTTEN = (
+    "the broker knows nothing of the run: it ended while this peer was cut off, "
+    "or the broker has lost its memory"
+)
 
 
 class Control(Deaf):
@@ -155,10 +158,12 @@ class Control(Deaf):
         if channel is None or not self.seat.awaits(token):
             return
         with contextlib.suppress(LinkError):  # the line is breaking, and the seat with it
-            names, wait_s = self._carrier.names, self._carrier.terms.lease_s / 2
-            # It is bound like this already; the answer comes after that to `ask_begun`.
-            channel.bind(names.control, names.exchange, "control", timeout_s=wait_s)
+            names, wait_s = self._carrier.names, self._carrier.terms.lease_s / 4
+            if self._carrier.unsure():
+                # It is bound like this already; the answer comes after that to `ask_begun`.
+                channel.bind(names.control, names.exchange, "control", timeout_s=wait_s)
             if self.seat.forgotten:
+                self._leaving = True  # else the line would make the queue anew
                 channel.delete_queue(names.control, timeout_s=wait_s)
                 self._carrier.fail(Excluded(_FORGOTTEN))
                 return

@@ -4,9 +4,9 @@ All peers consume from the run's control queue, which the broker serves to a sin
 (x-single-active-consumer): that one is the arbiter. When it goes, the broker hands the queue, and
 the event that was not acknowledged yet, to the next. Order of events in a tenure:
 
-    1. the first event arrives; a Fence goes to everybody, this peer included. One who knows no
-       view, or may have missed some, asks before whether the run has begun. If it has not, then the
-       run that the latter knows has ended without it
+    1. the first event arrives; a Fence goes to everybody, this peer included. Before it, the broker
+       is asked whether the run has begun. If it has not, nobody can come back; and one that was cut
+       off from a run it was in finds that this has ended without it
     2. the Fence comes back: every view of earlier arbiters has arrived before it. The run is marked
        as begun
     3. from the newest of these views on, events are decided and views published, all on the very
@@ -157,8 +157,8 @@ class Seat:
             # One token for all copies: an inbox may be slower than the next copy comes.
             self._fence = secrets.randbits(60)
             self._begun = True
-            if self._newest().number == NO_VIEW or self._unsure():
-                self._line.ask_begun()
+            # Whatever this peer knows now: its inbox may be replaced before the Fence is back.
+            self._line.ask_begun()
             self._send_fence(time.monotonic())
         return None
 

@@ -37,11 +37,11 @@ def enter(
         assert not dist.is_initialized()
         return {"error": error, "took_s": took_s}
     try:
-        total = torch.tensor([float(2 ** dist.get_rank())])
-        dist.all_reduce(total)
         while stays:
             if error := error_of(lambda: dist.all_reduce(torch.ones(1))):
                 return {"error": error}
+        total = torch.tensor([float(2 ** dist.get_rank())])
+        dist.all_reduce(total)
         return {"rank": dist.get_rank(), "world": dist.get_world_size(), "sum": float(total)}
     finally:
         dist.destroy_process_group()
