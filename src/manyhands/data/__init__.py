@@ -1,0 +1,1 @@
+"""Data: which samples come when, and how they are read."""

@@ -1,0 +1,189 @@
+"""Fetch: the batch of a pass, with the same values wherever and by whomever it is read.
+
+A sample's random numbers (augmentation) depend on the run's seed, the epoch and the sample's
+position in it alone. With workers, passes are read ahead by guess: a peer's share of the next round
+is most often its share of this one. A wrong guess costs the reading, nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from manyhands.data.order import Order
+from manyhands.data.source import Source
+
+
+class Request(NamedTuple):
+    """Positions of an epoch, in the order in which the batch has them."""
+
+    epoch: int
+    positions: tuple[int, ...]
+
+
+class Spot(NamedTuple):
+    """One sample to read: its place in the source, and where its random numbers begin."""
+
+    place: int
+    seed: int
+
+
+class Reading(Dataset[Any]):
+    """What workers read from: samples by spots, each with random numbers of its own."""
+
+    def __init__(self, source: Source) -> None:
+        self._dataset, self._number = source.dataset, source.number
+
+    def __getitems__(self, spots: Sequence[Spot]) -> list[Any]:
+        samples: list[Any] = []
+        for spot in spots:
+            seed_all(spot.seed)
+            samples.append(self._dataset[self._number(spot.place)])
+        return samples
+
+    def __getitem__(self, spot: Spot) -> Any:  # noqa: ANN401
+        return self.__getitems__([spot])[0]
+
+
+def seed_all(seed: int) -> None:
+    """The generators that data sets use: torch's, Python's, and numpy's if it is loaded."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def generators_kept() -> Generator[None]:
+    """Whatever is drawn inside, the generators are as before afterwards."""
+    numpy = sys.modules.get("numpy")
+    kept = torch.default_generator.get_state(), random.getstate()
+    kept_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(kept[0])
+        random.setstate(kept[1])
+        if numpy is not None:
+            numpy.random.set_state(kept_numpy)
+
+
+class Spots:
+    """From positions to spots; remembers the order of the epoch that it was asked for last."""
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self._source, self._seed = source, seed
+        self._order = Order(source.size, seed=seed, epoch=0, shuffle=source.shuffle)
+        self._epoch = 0
+
+    def of(self, request: Request) -> list[Spot]:
+        """One for each position."""
+        if request.epoch != self._epoch:
+            self._epoch = request.epoch
+            self._order = Order(
+                self._source.size,
+                seed=self._seed,
+                epoch=request.epoch,
+                shuffle=self._source.shuffle,
+            )
+        places = self._order.at(torch.tensor(request.positions, dtype=torch.int64)).tolist()
+        return [
+            Spot(place, self._seed_of(request.epoch, position))
+            for place, position in zip(places, request.positions, strict=True)
+        ]
+
+    def _seed_of(self, epoch: int, position: int) -> int:
+        digest = hashlib.blake2b(
+            f"{self._seed}:{epoch}:{position}".encode(), digest_size=8, person=b"manyhands-sample"
+        ).digest()
+        return int.from_bytes(digest, "little") >> 1  # torch and numpy take no negative ones
+
+
+class Fetcher:
+    """Reads in the user's thread. `close` is for those that have workers."""
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self._spots, self._reading = Spots(source, seed), Reading(source)
+        self._collate = source.collate
+
+    def fetch(self, request: Request) -> Any:  # noqa: ANN401
+        """The batch."""
+        with generators_kept():
+            return self._collate(self._reading.__getitems__(self._spots.of(request)))
+
+    def close(self) -> None:
+        """Nothing is left running."""
+
+
+class WorkerFetcher:
+    """Reads in worker processes. `guess(request)` is what may be asked for after it."""
+
+    def __init__(self, source: Source, seed: int, guess: Callable[[Request], Request]) -> None:
+        self._spots, self._guess = Spots(source, seed), guess
+        self._wanted: Request | None = None  # not issued yet
+        self._last: Request | None = None  # issued last
+        self._issued: deque[Request] = deque()
+        workers = source.workers
+        self._loader = DataLoader(
+            Reading(source),
+            batch_sampler=_Issue(self._next),
+            collate_fn=source.collate,
+            num_workers=workers.num,
+            prefetch_factor=workers.prefetch,
+            pin_memory=workers.pin_memory,
+            timeout=workers.timeout_s,
+            worker_init_fn=workers.init,
+            multiprocessing_context=workers.context,
+        )
+        self._batches: Iterator[Any] | None = None
+
+    def fetch(self, request: Request) -> Any:  # noqa: ANN401
+        """The batch. Raises what the data set raised, if it was for this one."""
+        if request not in self._issued:
+            self._wanted = request
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        while True:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                raise
+            except Exception:
+                if self._issued.popleft() == request:
+                    raise
+                continue
+            if self._issued.popleft() == request:
+                return batch
+
+    def _next(self) -> list[Spot]:
+        if self._wanted is not None:
+            request, self._wanted = self._wanted, None
+        else:
+            assert self._last is not None
+            request = self._guess(self._last)
+        self._issued.append(request)
+        self._last = request
+        return self._spots.of(request)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._batches = None
+
+
+class _Issue:
+    """A batch sampler without an end: what to read next is asked for when a worker is free."""
+
+    def __init__(self, ask: Callable[[], list[Spot]]) -> None:
+        self._ask = ask
+
+    def __iter__(self) -> Iterator[list[Spot]]:
+        while True:
+            yield self._ask()

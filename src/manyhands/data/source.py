@@ -1,0 +1,146 @@
+"""Source: what of a user's DataLoader counts, and what cannot work, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from manyhands.core.errors import UsageError
+
+_REMEDY = "give a map-style Dataset (with __len__ and __getitem__), or a DataLoader over one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """How samples are read, as the user's DataLoader says it. It changes no value of a batch."""
+
+    num: int = 0
+    prefetch: int = 2  # passes that each of them reads ahead
+    pin_memory: bool = False
+    timeout_s: float = 0.0
+    init: Callable[[int], None] | None = None
+    context: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The samples of a run in the order of their numbers, and how many make a round."""
+
+    dataset: Any
+    batch: int
+    collate: Callable[[list[Any]], Any] = default_collate
+    shuffle: bool = True
+    drop_last: bool = False
+    chosen: Sequence[int] | None = None  # only these of the data set, by number
+    workers: Workers = Workers()
+
+    @property
+    def size(self) -> int:
+        """How many samples an epoch has."""
+        return len(self.dataset if self.chosen is None else self.chosen)
+
+    def number(self, place: int) -> int:
+        """The number in the data set of the sample at this place."""
+        return place if self.chosen is None else int(self.chosen[place])
+
+    @classmethod
+    def of(cls, data: Any, global_batch: int | None = None) -> Source:  # noqa: ANN401
+        """From a DataLoader, or from a data set with `global_batch`. Raises UsageError.
+
+        The batch size of a DataLoader is that of a whole round, whoever takes part.
+        """
+        if not isinstance(data, DataLoader):
+            if global_batch is None:
+                raise UsageError(
+                    f"a {type(data).__name__} has no batch size",
+                    hint="give wrap(..., global_batch=N), or a DataLoader with its batch_size",
+                )
+            return cls(dataset=_check_dataset(data), batch=_check_batch(global_batch))
+        dataset = _check_dataset(data.dataset)
+        if data.batch_size is None:
+            raise UsageError(
+                _unbatched(data), hint="give the DataLoader a batch_size, that of a whole round"
+            )
+        return cls(
+            dataset=dataset,
+            batch=_check_batch(data.batch_size if global_batch is None else global_batch),
+            collate=data.collate_fn,
+            drop_last=data.drop_last,
+            workers=Workers(
+                num=data.num_workers,
+                prefetch=data.prefetch_factor or 2,
+                pin_memory=data.pin_memory,
+                timeout_s=data.timeout,
+                init=data.worker_init_fn,
+                context=data.multiprocessing_context,
+            ),
+            **_order_of(data.sampler),
+        )
+
+
+def _order_of(sampler: Any) -> dict[str, Any]:  # noqa: ANN401
+    match sampler:
+        case DistributedSampler():
+            raise UsageError(
+                "a DistributedSampler shares the samples out, and so does the run",
+                hint="give the DataLoader shuffle=True or False and no sampler",
+            )
+        case RandomSampler() if not sampler.replacement and sampler.num_samples == len(
+            sampler.data_source
+        ):
+            return {"shuffle": True}
+        case SequentialSampler():
+            return {"shuffle": False}
+        case SubsetRandomSampler():
+            return {"shuffle": True, "chosen": sampler.indices}
+        case _ if hasattr(sampler, "__getitem__") and hasattr(sampler, "__len__"):
+            return {"shuffle": False, "chosen": sampler}
+        case _:
+            raise UsageError(
+                f"a {type(sampler).__name__} says only in its own time which sample comes next; "
+                "the peers of a run must know beforehand",
+                hint="use shuffle=True, a torch.utils.data.Subset, or a sampler with __len__ and "
+                "__getitem__",
+            )
+
+
+def _check_dataset(dataset: Any) -> Any:  # noqa: ANN401
+    if isinstance(dataset, IterableDataset):
+        raise UsageError(
+            f"{type(dataset).__name__} is an IterableDataset: its samples have no numbers, and "
+            "nobody could take over those of a peer that dies",
+            hint=_REMEDY,
+        )
+    if not isinstance(dataset, Dataset) and not hasattr(dataset, "__getitem__"):
+        raise UsageError(f"a {type(dataset).__name__} is no data set", hint=_REMEDY)
+    try:
+        size = len(dataset)
+    except TypeError:
+        raise UsageError(f"{type(dataset).__name__} does not know its length", hint=_REMEDY) from None
+    if size < 1:
+        raise UsageError(f"{type(dataset).__name__} is empty", hint="at least one sample is needed")
+    return dataset
+
+
+def _check_batch(batch: int) -> int:
+    if batch < 1:
+        raise UsageError(f"a global batch of {batch} samples", hint="at least one")
+    return batch
+
+
+def _unbatched(data: DataLoader[Any]) -> str:
+    if type(data.batch_sampler).__name__ == "BatchSampler" or data.batch_sampler is None:
+        return "a DataLoader with batch_size=None"
+    return f"a DataLoader whose batches a {type(data.batch_sampler).__name__} makes up"

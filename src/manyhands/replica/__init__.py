@@ -1,0 +1,1 @@
+"""Replicas: elastic averaging of whole copies of a model, whoever comes and goes."""

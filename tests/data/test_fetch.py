@@ -1,0 +1,109 @@
+"""Batches by position: the same values in any process, at any grouping, after any guess."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from manyhands.data.fetch import Fetcher, Request, WorkerFetcher
+from manyhands.data.source import Source
+
+SIZE = 40
+
+
+class Noisy(Dataset):
+    """A number, and what every generator gives for it."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return index, torch.rand(()).item(), random.random()
+
+
+class Poisoned(Noisy):
+    def __getitem__(self, index):
+        if index == 7:
+            raise ValueError("sample 7 cannot be read")
+        return super().__getitem__(index)
+
+
+def source_of(dataset, workers=0):
+    return Source.of(
+        DataLoader(dataset, 8, shuffle=True, collate_fn=list, num_workers=workers), None
+    )
+
+
+def follow(request):
+    """The same place in the next round of eight."""
+    positions = tuple(position + 8 for position in request.positions)
+    if positions[-1] < SIZE:
+        return Request(request.epoch, positions)
+    return Request(request.epoch + 1, tuple(p % 8 for p in request.positions))
+
+
+@pytest.fixture
+def fetchers():
+    plain = Fetcher(source_of(Noisy()), seed=5)
+    working = WorkerFetcher(source_of(Noisy(), workers=2), 5, follow)
+    yield plain, working
+    plain.close()
+    working.close()
+
+
+def test_every_sample_of_an_epoch_once():
+    fetcher = Fetcher(source_of(Noisy()), seed=5)
+    rounds = [fetcher.fetch(Request(0, tuple(range(s, s + 8)))) for s in range(0, SIZE, 8)]
+    assert sorted(sample[0] for batch in rounds for sample in batch) == list(range(SIZE))
+
+
+def test_values_depend_on_the_position_alone():
+    """Not on the batch, the process, or what was drawn before."""
+    fetcher = Fetcher(source_of(Noisy()), seed=5)
+    whole = fetcher.fetch(Request(3, tuple(range(8))))
+    torch.rand(100)
+    pieces = fetcher.fetch(Request(3, (4, 5))) + fetcher.fetch(Request(3, (0,)))
+    assert pieces == [whole[4], whole[5], whole[0]]
+    assert Fetcher(source_of(Noisy()), seed=5).fetch(Request(3, (6,))) == [whole[6]]
+    assert Fetcher(source_of(Noisy()), seed=6).fetch(Request(3, tuple(range(8)))) != whole
+
+
+def test_the_users_generators_are_left_alone():
+    fetcher = Fetcher(source_of(Noisy()), seed=5)
+    torch.manual_seed(1)
+    random.seed(1)
+    before = torch.rand(3), random.random()
+    torch.manual_seed(1)
+    random.seed(1)
+    fetcher.fetch(Request(0, (1, 2, 3)))
+    after = torch.rand(3), random.random()
+    assert torch.equal(before[0], after[0])
+    assert before[1] == after[1]
+
+
+def test_workers_read_the_same(fetchers):
+    """Guesses that are right, wrong, right again, of other sizes, and of positions again."""
+    plain, working = fetchers
+    requests = [Request(0, tuple(range(8 * n, 8 * n + 4))) for n in range(5)]
+    requests += [Request(1, (0, 1, 2)), Request(1, (11, 8, 30)), Request(1, (11, 8, 30))]
+    requests += [follow(Request(1, (3,))), *(Request(2, tuple(range(8))) for _ in range(3))]
+    for request in requests:
+        assert working.fetch(request) == plain.fetch(request), request
+
+
+def test_only_what_was_asked_for_fails():
+    """A guess that cannot be read is nobody's business until it is asked for."""
+    source = source_of(Poisoned(), workers=2)
+    places = Fetcher(source_of(Noisy()), seed=5).fetch(Request(0, tuple(range(SIZE))))
+    bad = next(p for p, sample in enumerate(places) if sample[0] == 7)
+    good = [p for p in range(SIZE) if p != bad]
+    working = WorkerFetcher(source, 5, lambda request: Request(0, (bad,)))
+    try:
+        for position in good[:4]:
+            assert working.fetch(Request(0, (position,)))[0][0] == places[position][0]
+        with pytest.raises(ValueError, match="sample 7 cannot be read"):
+            working.fetch(Request(0, (bad,)))
+        assert working.fetch(Request(0, (good[5],)))[0][0] == places[good[5]][0]
+    finally:
+        working.close()
