@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from manyhands.links.base import Delivery, Gap, Link, LinkSettings, open_link
     from manyhands.links.hub import Hub
     from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
+    from manyhands.replica.run import Run, join
 
 __all__ = [
     "Delivery",
@@ -43,10 +44,12 @@ __all__ = [
     "Ready",
     "Refused",
     "Resign",
+    "Run",
     "Terms",
     "View",
     "__version__",
     "compressed",
+    "join",
     "open_link",
 ]
 
@@ -70,9 +73,11 @@ _LAZY = {
     "PeerState": "manyhands.core.peers",
     "Ready": "manyhands.links.messages",
     "Resign": "manyhands.links.messages",
+    "Run": "manyhands.replica.run",
     "Terms": "manyhands.links.messages",
     "View": "manyhands.core.peers",
     "compressed": "manyhands.collectives.backend.hooks",
+    "join": "manyhands.replica.run",
     "open_link": "manyhands.links.base",
 }
 

@@ -143,13 +143,13 @@ class SmallState:
         ).item()
         self.loaded(sender, head)
 
+    # -- the user's thread, once it has stepped
     def take(self, head) -> None:
         self.value = self._came.pop(head.applied)
 
     def drop(self, reason) -> None:
         self.value = 0.0
 
-    # -- the user's thread, once it has stepped
     def serve(self, applied: int) -> None:
         due = [(head, to) for head, to in self._due if head.applied <= applied]
         self._due = [(head, to) for head, to in self._due if head.applied > applied]
@@ -219,6 +219,10 @@ class Taker:
                     reason = outcome.reason.value if outcome.reason else None
                     self.say({"stopped": reason, "error": error, "text": outcome.text})
                     return outcome
+                case i.TakeState():
+                    self.state.take(outcome.snapshot)
+                case i.DropState():
+                    self.state.drop(outcome.reason)
                 case i.Retry():
                     self.say({"retry": outcome.round, "refused": outcome.refused.spans})
                 case i.Settled():

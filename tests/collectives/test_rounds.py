@@ -610,7 +610,7 @@ class TestJoining:
         layout = Layout.of(self.LIKE, 64 << 10)
         form = form_of(layout, "bf16")
         assert form.startswith("wire='bf16', 3 tensors (40500 float32, 500 int32) in ")
-        most = Layout(tuple((dtype, 10**14) for dtype in DTYPES.values()), layout.parts)
+        most = Layout(tuple((dtype, 10**14) for dtype in DTYPES.values()), layout.parts, 0)
         assert len(form_of(most, "bf16")) <= m.FORM_CHARS
 
     def test_another_run_goes_on_from_the_last_state_of_one_that_all_have_left(self, url):

@@ -98,7 +98,8 @@ class Adder:
         refused = head.refused
         if self._refuse and not math.isfinite(norm):
             refused |= self._at_fault(head.k, [filed[peer] for peer in given], block)
-        norm = norm if math.isfinite(norm) else 0.0
+        if not math.isfinite(norm) or head.k >= self._layout.num_measured:
+            norm = 0.0
         head = msgspec.structs.replace(head, weight=weight, squared_norm=norm, refused=refused)
         return head, block
 

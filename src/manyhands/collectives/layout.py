@@ -1,7 +1,7 @@
 """Layout: a list of tensors as the parts of one flat tensor.
 
 Parts are slices in the order of the tensors; a part may span several small tensors but never two
-dtypes. All peers of a run must have the same layout, so it depends on the tensors alone: not on
+dtypes, and never tensors whose norm counts beside others. All peers of a run must have the same layout, so it depends on the tensors alone: not on
 the number of peers, which changes.
 """
 
@@ -53,10 +53,13 @@ class Layout:
 
     shapes: tuple[tuple[torch.dtype, int], ...]  # of each tensor: dtype and number of elements
     parts: tuple[LayoutPart, ...]
+    num_measured: int  # of the parts: the norm of a mean is that of the first so many
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], part_bytes: int) -> Layout:
-        """Parts of at most `part_bytes`.
+    def of(
+        cls, tensors: Sequence[Tensor], part_bytes: int, *, num_measured: int | None = None
+    ) -> Layout:
+        """Parts of at most `part_bytes`. The norm is of all tensors, or of the first so many.
 
         Raises UsageError for tensors that cannot be sent, or not be added up.
         """
@@ -66,15 +69,18 @@ class Layout:
         shapes = tuple((tensor.dtype, tensor.numel()) for tensor in tensors)
         parts: list[LayoutPart] = []
         numbered = list(enumerate(shapes))
-        for dtype, group in groupby(numbered, key=lambda item: item[1][0]):
+        most = len(shapes) if num_measured is None else num_measured
+        measured = 0
+        for (dtype, counts), group in groupby(numbered, lambda item: (item[1][0], item[0] < most)):
             pieces = [(index, numel) for index, (_, numel) in group if numel]
             size = _part_size(sum(numel for _, numel in pieces), dtype.itemsize, part_bytes)
             for slices in _cut(pieces, size):
                 numel = sum(s.stop - s.start for s in slices)
                 parts.append(LayoutPart(len(parts), dtype, numel, tuple(slices)))
+            measured = len(parts) if counts else measured
         if not parts:
             raise UsageError("no values to average: the tensors are empty")
-        return cls(shapes, tuple(parts))
+        return cls(shapes, tuple(parts), measured)
 
     @property
     def num_parts(self) -> int:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from manyhands.collectives.instructions import Generation, Retry, Settled, Stable, StopReason
+from manyhands.collectives.instructions import (
+    DropState,
+    Generation,
+    Retry,
+    Settled,
+    Stable,
+    StopReason,
+    TakeState,
+)
 from manyhands.collectives.messages import Record, Snapshot, Sum
 from manyhands.collectives.ranges import Ranges
 from manyhands.core.errors import ManyhandsError
@@ -46,7 +54,9 @@ class Committed:
 
     @property
     def squared_norm(self) -> float:
-        """Of the mean, added up in fp64 in the order of the parts: the same bits everywhere."""
+        """Of the mean of the tensors that are measured, in fp64, in the order of the parts.
+
+        The same bits everywhere."""
         return sum(head.squared_norm for head in self.sums)
 
 
@@ -59,7 +69,8 @@ class Stopped:
     error: ManyhandsError | None = None
 
 
-Outcome = Task | Committed | Stable | Retry | Settled | Generation | Stopped
+Outcome = Task | Committed | TakeState | DropState | Stable | Retry | Settled | Generation | Stopped
+"""In the order in which they count: a state that was taken is the base of what is committed next."""
 
 
 class State(Protocol):
@@ -77,13 +88,9 @@ class State(Protocol):
         ...
 
     def arrived(self, sender: PeerId, head: Snapshot, buffers: Sequence[memoryview]) -> None:
-        """A piece of a state came. `Rounds.snapshot_arrived` takes the head once all are here."""
-        ...
+        """A piece of a state came. `Rounds.snapshot_arrived` takes the head once all are here.
 
-    def take(self, head: Snapshot) -> None:
-        """A snapshot that has arrived is the base from here on."""
-        ...
-
-    def drop(self, reason: str) -> None:
-        """What was taken is of no use: start over."""
+        A `TakeState` tells the user's thread when it becomes the base, and a `DropState` that it
+        is none any more.
+        """
         ...

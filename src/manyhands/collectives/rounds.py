@@ -83,18 +83,23 @@ class Rounds:
         num_rounds: int | None = None,
         wire: str = "fp32",
         refuse: bool = True,
+        num_measured: int | None = None,
+        form: str | None = None,
         state: State | None = None,
         mail: Mail | None = None,
     ) -> None:
         """For tensors like these. `mail`: the link's `place`, so that what arrives lands where it
-        stays. `wire` and `refuse`: see codecs, adder."""
+        stays. `wire`, `refuse`, `num_measured`: see codecs, adder, layout. `form`: in words, what
+        peers must have in common; without it, the tensors and how they travel."""
         self._link, self._state = link, state
         self._mail = mail or Mail()
         self._me = link.me.incarnation
-        self.layout = Layout.of(tensors, link.terms.part_bytes)
-        num_parts, form = self.layout.num_parts, form_of(self.layout, wire)
+        self.layout = Layout.of(tensors, link.terms.part_bytes, num_measured=num_measured)
         course = Course(
-            num_parts=num_parts, num_samples=num_samples, num_rounds=num_rounds, form=form
+            num_parts=self.layout.num_parts,
+            num_samples=num_samples,
+            num_rounds=num_rounds,
+            form=form_of(self.layout, wire) if form is None else form,
         )
         self._machine = RoundMachine(self._me, course)
         self._pool = pool_for(self.layout, wire, AHEAD_BYTES)
@@ -199,6 +204,24 @@ class Rounds:
                     self._bank.lend(opened.flats, opened.weight)
                 self._feed(e.Computed(opened.task.round, opened.ranges))
 
+    def wait_for_view(
+        self, enough: Callable[[View], bool], timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> View:
+        """The first view from now on that is. Raises LinkTimeout, or what ended the link."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self._stopped or (self.view is not None and enough(self.view)), timeout_s
+            )
+            if self.view is not None and enough(self.view):
+                return self.view
+            if self._stopped and isinstance(self._outcomes[0], Stopped):
+                raise self._outcomes[0].error or ManyhandsError(self._outcomes[0].text)
+        raise LinkTimeout("view that was waited for", timeout_s)
+
+    def abort(self, error: ManyhandsError) -> None:
+        """This peer cannot go on: `next` says Stopped with this error."""
+        self._stop(Stopped(None, error.message, error))
+
     def measure_speed(self, speed: int) -> None:
         """This peer's speed, as an integer; shares follow it."""
         self._feed(e.SpeedMeasured(speed))
@@ -287,19 +310,15 @@ class Rounds:
                 self._shelf.drop_sums(lambda key: key[:2] == (round_, attempt))
             case i.Discard():
                 self._shelf.discard(instruction.arrival)
-            case i.TakeState():
-                if self._state is not None:
-                    self._state.take(instruction.snapshot)
             case i.DropState():
                 self._shelf.clear()
                 self._clear_bank()
-                if self._state is not None:
-                    self._state.drop(instruction.reason)
+                self._tell(instruction)
             case i.Tell():
                 self._say(instruction.word)
             case i.ConfirmLease():
                 self._errands.run(self._confirm, instruction, time.monotonic())
-            case i.Retry() | i.Settled() | i.Generation():
+            case i.TakeState() | i.Retry() | i.Settled() | i.Generation():
                 self._tell(instruction)
             case i.Stop():  # once its last word is said
                 self._errands.run(self._stop, Stopped(instruction.reason, instruction.text))
@@ -443,6 +462,7 @@ class Rounds:
         with self._lock:
             self._post.see(view)
             self._feed(e.ViewSeen(view))
+            self._news.notify_all()
 
     def _deliver(self, delivery: Delivery) -> None:
         sender = delivery.sender.incarnation

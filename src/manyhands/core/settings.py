@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from manyhands.core.address import Address, HubAddress, check_fingerprint, parse_address
-from manyhands.core.errors import SettingsError
+from manyhands.core.errors import NoMeetingPoint, SettingsError
 
 FILE = Path("manyhands.toml")
 _KEYS = ("url", "run", "name")
@@ -45,7 +45,7 @@ def find_meeting_point(
         for key in _KEYS
     }
     if found["url"] is None:
-        raise SettingsError(
+        raise NoMeetingPoint(
             "no meeting point was named",
             hint='pass an address or join code, set MANYHANDS_URL, or write url = "..." '
             f"into {file}",

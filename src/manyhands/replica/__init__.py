@@ -1,1 +1,1 @@
-"""Replicas: elastic averaging of whole copies of a model, whoever comes and goes."""
+"""Replica: one model on several peers, averaged in rounds; peers may come and go."""

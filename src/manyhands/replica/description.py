@@ -1,0 +1,130 @@
+"""Description: what the peers of a run must have in common, as plain JSON, and how two differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+from manyhands._version import __version__
+from manyhands.core.errors import ManyhandsError
+from manyhands.data.fetch import Fetcher, Request
+from manyhands.data.source import Source
+from manyhands.replica.gradients import Named
+
+_SHOWN = 8  # differences that an error lists
+
+
+class Mismatch(ManyhandsError):
+    """This peer trains something else than the others of its run. `differences` lists it."""
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        shown = list(differences[:_SHOWN])
+        if len(differences) > _SHOWN:
+            shown.append(f"and {len(differences) - _SHOWN} more")
+        super().__init__(
+            "this peer trains something else than the run it joined: " + "; ".join(shown),
+            hint="start it with the run's script, data and options, or join another run",
+        )
+        self.differences = tuple(differences)
+
+
+def describe(
+    parameters: Sequence[Named],
+    buffers: Sequence[Named],
+    optimizers: Sequence[Optimizer],
+    source: Source,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """All of it."""
+    return {
+        "manyhands": __version__,
+        "parameters": {name: _form(tensor) for name, tensor in parameters},
+        "buffers": {name: _form(tensor) for name, tensor in buffers},
+        "optimizers": [_settings(optimizer) for optimizer in optimizers],
+        "data": {"samples": source.size, "fingerprint": fingerprint_of(source)},
+        **options,
+    }
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    """Its class, and the defaults it was made with: schedules may have moved the groups since."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        "class": type(optimizer).__qualname__,
+        "groups": [len(group["params"]) for group in optimizer.param_groups],
+        **{k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)},
+        **{k: list(v) for k, v in optimizer.defaults.items() if isinstance(v, tuple)},
+    }
+
+
+def fingerprint_of(source: Source) -> str:
+    """Of three samples that the seed does not choose: first, middle, last."""
+    places = sorted({0, source.size // 2, source.size - 1})
+    fetcher = Fetcher(_unshuffled(source), seed=0)
+    digest = hashlib.blake2b(digest_size=8)
+    for value in _leaves(fetcher.fetch(Request(0, tuple(places)))):
+        digest.update(value)
+    return digest.hexdigest()
+
+
+def _unshuffled(source: Source) -> Source:
+    return Source(
+        dataset=source.dataset,
+        batch=source.batch,
+        collate=source.collate,
+        shuffle=False,
+        chosen=source.chosen,
+    )
+
+
+def _leaves(value: Any) -> Iterator[bytes]:  # noqa: ANN401
+    """What a batch is made of, as bytes; of things that have none, only their kind."""
+    if isinstance(value, torch.Tensor):
+        yield _form(value).encode()
+        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield str(key).encode()
+            yield from _leaves(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, str | bytes | bool | int | float):
+        yield repr(value).encode()
+    else:
+        yield type(value).__name__.encode()
+
+
+def digest_of(description: Mapping[str, Any]) -> bytes:
+    """Equal for equal ones."""
+    data = msgspec.json.encode(description, order="sorted")
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any], at: str = "") -> list[str]:
+    """In words, the first level that differs: what the run has, what this peer has."""
+    found: list[str] = []
+    for key in (*theirs, *(k for k in mine if k not in theirs)):
+        place = f"{at}{key}"
+        a, b = theirs.get(key, _NONE), mine.get(key, _NONE)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{place}.")  # pyright: ignore[reportUnknownArgumentType]
+        elif a != b:
+            found.append(f"{place} is {_say(a)} there and {_say(b)} here")
+    return found
+
+
+_NONE = object()
+
+
+def _say(value: Any) -> str:  # noqa: ANN401
+    return "missing" if value is _NONE else str(value)[:120]

@@ -1,0 +1,105 @@
+"""Loader: what the user iterates over in place of a DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from manyhands.data.calendar import Calendar
+from manyhands.data.fetch import Request
+from manyhands.replica.conductor import Conductor, Turn
+from manyhands.replica.replica import Replica
+
+_SPARE = 2  # samples of a turn that counts nothing: batch normalisation takes no single one
+
+
+class Fetches(Protocol):
+    """Where batches come from."""
+
+    def fetch(self, request: Request) -> Any:  # noqa: ANN401
+        """The batch."""
+        ...
+
+    def close(self) -> None:
+        """End whatever reads ahead."""
+        ...
+
+
+class Units:
+    """A round's samples in units that are never divided: single samples, or grains of several."""
+
+    def __init__(self, calendar: Calendar, grain: int) -> None:
+        self._calendar, self._grain = calendar, grain
+
+    def num(self, round: int) -> int:
+        """How many a round has."""
+        return -(-self._calendar.num_samples(round) // self._grain)
+
+    def request(self, turn: Turn) -> Request:
+        """The samples of a turn. One that counts nothing still has some: its body runs too."""
+        span = self._calendar.span(turn.round)
+        if not turn.ranges:
+            return Request(span.epoch, tuple(range(span.start, min(span.stop, span.start + _SPARE))))
+        positions: list[int] = []
+        for start, stop in turn.ranges.spans:
+            low = span.start + start * self._grain
+            positions += range(low, min(span.stop, span.start + stop * self._grain))
+        return Request(span.epoch, tuple(positions))
+
+    def num_samples(self, turn: Turn) -> int:
+        """Of a turn."""
+        size = self._calendar.num_samples(turn.round)
+        spans = turn.ranges.spans
+        return sum(min(size, b * self._grain) - a * self._grain for a, b in spans)
+
+
+class Loader:
+    """One epoch a time: each iteration over it is the next epoch of this process.
+
+    Epochs that the run has behind it yield nothing: whoever joins late, or resumes, runs through
+    its own loop to the place where the others are.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        conductor: Conductor,
+        calendar: Calendar,
+        units: Units,
+        fetcher: Fetches,
+        num_rounds: int | None,
+    ) -> None:
+        self._replica, self._conductor = replica, conductor
+        self._calendar, self._units, self._fetcher = calendar, units, fetcher
+        self._num_rounds = num_rounds
+        self._held: Turn | None = None  # of a later epoch than the one that was asked for
+        self.epoch = -1
+        """The one that is iterated over."""
+
+    def __len__(self) -> int:
+        """Rounds of an epoch. Iterations may be more: a round can take several."""
+        return self._calendar.rounds_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        epoch = self.epoch
+        while (turn := self._next(epoch)) is not None:
+            batch = self._fetcher.fetch(self._units.request(turn))
+            self._replica.begin(turn)
+            yield batch
+
+    def _next(self, epoch: int) -> Turn | None:
+        if self._held is None:
+            at = self._conductor.base.applied
+            if self._is_over(at) or self._calendar.span(at).epoch > epoch:
+                self._replica.end()
+                return None
+            self._held = self._replica.next_turn()
+        if self._held is None or self._calendar.span(self._held.round).epoch > epoch:
+            self._replica.end()
+            return None
+        turn, self._held = self._held, None
+        return turn
+
+    def _is_over(self, applied: int) -> bool:
+        return self._num_rounds is not None and applied >= self._num_rounds

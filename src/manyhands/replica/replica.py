@@ -1,0 +1,254 @@
+"""Replica: a model that is trained in rounds, between two iterations of the user's own loop."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from manyhands.collectives.outcomes import Committed
+from manyhands.core.errors import UsageError
+from manyhands.data.fetch import seed_all
+from manyhands.replica.backward import Backward
+from manyhands.replica.conductor import Conductor, Turn
+from manyhands.replica.gates import Gate
+from manyhands.replica.gradients import Gradients
+from manyhands.replica.scalars import Scalars
+from manyhands.replica.state import Stateful, TrainingState
+
+
+class Replica:
+    """Runs the turns of a conductor on one model. Used by the user's thread.
+
+    A turn that does not close its round is a transaction undone: its gradient goes to the bank and
+    reads as zeros, optimizers and schedulers do nothing, and when the next turn begins, buffers and
+    `undone` things are as they were when the round began.
+    """
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        gradients: Gradients,
+        state: TrainingState,
+        scalars: Scalars,
+        gate: Gate,
+        *,
+        seed: int,
+        batch: Callable[[int], int],
+        num_samples: Callable[[Turn], int],
+        undone: Mapping[str, Stateful],
+        loss: str,
+        balance: bool,
+    ) -> None:
+        """`batch`: samples of a round, `num_samples` those of a turn. `loss`: "mean" over a batch or "sum"."""
+        self._conductor, self._gradients, self._state = conductor, gradients, state
+        self._scalars, self._gate, self._seed = scalars, gate, seed
+        self._batch, self._num_samples = batch, num_samples
+        self._undone, self._loss, self._balance = undone, loss, balance
+        self._backward: Backward | None = None
+        self._turn: Turn | None = None
+        self._dirty = False  # the last turn is to be undone
+        self._round = -1  # whose beginning is remembered
+        self._began: dict[str, Any] = {}  # state of the undone things then
+        self._weight: float | None = None
+        self._norm: float | None = None  # of the mean, while p.grad is that
+        self._started_s = 0.0
+        self._speed = 0.0
+        self.on_commit: Callable[[Committed], None] = lambda committed: None
+        self.between: Callable[[int], None] = lambda applied: None
+        """Called between two bodies: the state is the one after so many rounds."""
+
+    def watch(self, model: Module, parameters: list[Any]) -> None:
+        """Meet the rounds from this model's backwards."""
+        self._backward = Backward(model, parameters, self._on_begun, self._on_done)
+
+    @property
+    def turn(self) -> Turn | None:
+        """The one whose body runs, or has run last."""
+        return self._turn
+
+    # -- between two bodies ---------------------------------------------------------------------
+
+    def next_turn(self) -> Turn | None:
+        """End the last body, and see what comes next; `begin` it before its body."""
+        self.settle()
+        if self._dirty:
+            self._undo()
+        self.between(self._conductor.base.applied)
+        return self._conductor.next_turn()
+
+    def begin(self, turn: Turn) -> None:
+        """Its body comes now."""
+        assert self._backward is not None
+        self._backward.reset()
+        self._gate.open = False
+        self._weight = self._norm = None
+        self._turn = turn
+        if turn.round != self._round:
+            self._round = turn.round
+            self._gradients.begin_round()
+            self._scalars.begin_round()
+            self._began = {n: deepcopy(thing.state_dict()) for n, thing in self._undone.items()}
+        self._reseed(turn.round, turn.ranges.spans[0][0] if turn.ranges else 0)
+        self._started_s = time.perf_counter()
+
+    def end(self) -> None:
+        """The loop ends: what the user does after it belongs to the last round."""
+        self.settle()
+
+    def replaced(self) -> None:
+        """The state is another one: what was remembered of the old one is void."""
+        self._dirty, self._round = False, -1
+        self._gradients.forget()
+        self._gate.open = False
+
+    def _undo(self) -> None:
+        self._dirty = False
+        self._gradients.undo_buffers()
+        for name, thing in self._undone.items():
+            thing.load_state_dict(deepcopy(self._began[name]))
+
+    def settle(self) -> None:
+        """The body is over. One that ran no backward gives nothing; the round needs its word."""
+        turn, self._turn = self._turn, None
+        if turn is None or turn.ended:
+            return
+        if turn.committed is not None:
+            turn.committed.result.close()
+            raise UsageError(
+                f"the loop body ran no backward for round {turn.round}",
+                hint="run loss.backward() in every iteration; to leave a batch out, "
+                "multiply its loss by 0 or call run.weight(0) before it",
+            )
+        committed = self._conductor.close_turn(turn, self._gradients.nothing(), 0.0)
+        self._dirty = True
+        if committed is not None:  # the body that follows it is to step like all others
+            self._conductor.put_back(committed)
+
+    # -- inside a body --------------------------------------------------------------------------
+
+    def weight(self, value: float) -> None:
+        """This pass counts so much, not as many as it has samples."""
+        if self._turn is None or self._turn.ended:
+            raise UsageError(
+                "weight() came after the backward it was for", hint="call it before backward()"
+            )
+        self._weight = float(value)
+
+    def say(self, name: str, value: float) -> None:
+        """A scalar of this pass."""
+        turn = self._turn
+        if turn is None or turn.task is None:
+            return  # no samples: nothing to say of them
+        self._scalars.say(name, value, self._weight_of(turn), late=turn.committed is not None)
+
+    def _weight_of(self, turn: Turn) -> float:
+        if turn.task is None:
+            return 0.0
+        return float(self._num_samples(turn)) if self._weight is None else self._weight
+
+    def _on_begun(self) -> None:
+        turn = self._turn
+        if turn is None:
+            return  # not in the loop: the user's own affair
+        if turn.ended:
+            raise UsageError(
+                "a second backward in one iteration: the round was closed by the first",
+                hint="run all but the last one under `with run.no_sync():`",
+            )
+        self._gradients.begin_backward()
+
+    def _on_done(self) -> None:
+        turn = self._turn
+        if turn is None:
+            return
+        weight = self._weight_of(turn)
+        if turn.task is None:
+            committed = self._conductor.close_turn(turn, (), 0.0)
+        else:
+            committed = self._close(turn, weight)
+        if committed is None or committed.weight == 0.0:
+            self._gradients.undo()
+            self._dirty = True
+            if committed is not None:
+                self._apply_nothing(turn, committed)
+            return
+        self._apply(turn, committed)
+
+    def _close(self, turn: Turn, weight: float) -> Committed | None:
+        assert turn.task is not None
+        self._measure(turn)
+        if weight <= 0:
+            self._scalars.add_pass(turn.task.generation, [False] * len(self._gradients.like))
+            return self._conductor.close_turn(turn, self._gradients.nothing(), 0.0)
+        # Sums are of the order of one batch, whatever its size: w / B of a mean.
+        whole = float(self._batch(turn.round))
+        factor = (weight if self._loss == "mean" else 1.0) / whole
+        tensors, used = self._gradients.contribution(factor)
+        self._scalars.add_pass(turn.task.generation, used)
+        return self._conductor.close_turn(turn, tensors, weight / whole)
+
+    def _apply(self, turn: Turn, committed: Committed) -> None:
+        num_tensors = len(self._gradients.like)
+        used = self._scalars.committed(committed.round, committed.sums[0].notes, num_tensors)
+        self._gradients.adopt(committed.result, used)
+        self._norm = committed.squared_norm**0.5
+        committed.result.close()
+        self._done(turn, committed)
+        self._gate.open = True
+
+    def _apply_nothing(self, turn: Turn, committed: Committed) -> None:
+        """A round whose samples all counted nothing is over, and nothing is learnt from it."""
+        self._scalars.committed(committed.round, committed.sums[0].notes, 0)
+        committed.result.close()
+        self._done(turn, committed)
+
+    def _done(self, turn: Turn, committed: Committed) -> None:
+        turn.committed = committed
+        self._conductor.advance(committed)
+        self.on_commit(committed)
+        self._reseed(committed.round, None)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale p.grad to this norm at most; returns what it was. The same bits everywhere."""
+        if self._norm is None:
+            return 0.0  # a pass that does not close its round has nothing to clip
+        coefficient = max_norm / (self._norm + 1e-6)
+        if coefficient < 1.0:
+            self._gradients.scale(coefficient)
+        return self._norm
+
+    # -- small things ---------------------------------------------------------------------------
+
+    def _measure(self, turn: Turn) -> None:
+        """How many units a second this peer computes, as a running mean."""
+        if not self._balance:
+            return
+        speed = len(turn.ranges) / max(1e-6, time.perf_counter() - self._started_s)
+        self._speed = speed if not self._speed else 0.7 * self._speed + 0.3 * speed
+        self._conductor.rounds.measure_speed(max(1, round(self._speed * 1000)))
+
+    def _reseed(self, round_: int, first: int | None) -> None:
+        """What a body draws depends on what it computes, not on who does or what was before."""
+        words = f"{self._seed}:{round_}:{first}".encode()
+        digest = hashlib.blake2b(words, digest_size=8, person=b"manyhands-pass").digest()
+        seed = int.from_bytes(digest, "little") >> 1
+        seed_all(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+
+    def no_sync(self) -> Any:  # noqa: ANN401
+        """Backwards in here only accumulate."""
+        assert self._backward is not None
+        return self._backward.no_sync()
+
+    def close(self) -> None:
+        """Model and optimizers are the user's alone again. Idempotent."""
+        if self._backward is not None:
+            self._backward.close()
+        self._gate.release()

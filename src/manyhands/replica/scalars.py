@@ -1,0 +1,145 @@
+"""Scalars: numbers that travel with a round and come back as means over all its samples.
+
+They are the only numbers that all peers have in common: what steers a loop (early stopping, a
+plateau) must be one of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from manyhands.collectives.messages import NOTES_BYTES, Part, SelfReport
+from manyhands.core.errors import Malformed, UsageError
+
+_NAME_CHARS = 64
+_Name = Annotated[str, msgspec.Meta(max_length=_NAME_CHARS)]
+
+
+class Total(NamedTuple):
+    """A weighted sum, and the weight."""
+
+    sum: float = 0.0
+    weight: float = 0.0
+
+    def plus(self, other: Total) -> Total:
+        return Total(self.sum + other.sum, self.weight + other.weight)
+
+
+class Key(NamedTuple):
+    """`late`: of the round before; it was said after that round had closed here."""
+
+    name: _Name
+    late: bool
+
+
+class Line(NamedTuple):
+    """One scalar in a message."""
+
+    name: _Name
+    late: bool
+    sum: float
+    weight: float
+
+
+class Notes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the reports of all members come to: which tensors anybody used, and the scalars."""
+
+    used: bytes
+    lines: tuple[Line, ...]
+
+
+_LINES = msgspec.msgpack.Decoder(tuple[Line, ...])
+_NOTES = msgspec.msgpack.Decoder(Notes)
+_ENCODE = msgspec.msgpack.Encoder().encode
+
+
+class Scalars:
+    """One peer's part in them. The engine reads the report; all else is the user's thread."""
+
+    def __init__(self) -> None:
+        self._generation = -1
+        self._used: list[bool] = []
+        self._now: dict[str, Total] = {}
+        self._late: dict[str, Total] = {}
+        self.known: dict[str, tuple[int, float]] = {}  # by name: the newest round, and its mean
+        self.news: list[tuple[int, str, float]] = []  # (round, name, mean), until somebody looks
+
+    # -- what is said ---------------------------------------------------------------------------
+
+    def say(self, name: str, value: float, weight: float, *, late: bool) -> None:
+        """A mean over `weight` samples."""
+        if not 0 < len(name) <= _NAME_CHARS:
+            raise UsageError(f"a scalar's name has 1 to {_NAME_CHARS} characters, not {len(name)}")
+        totals = self._late if late else self._now
+        totals[name] = totals.get(name, Total()).plus(Total(value * weight, weight))
+
+    def add_pass(self, generation: int, used: Sequence[bool]) -> None:
+        """A pass is about to be contributed; what was said of passes that do not count is void."""
+        if generation != self._generation:
+            self._generation, self._used = generation, []
+        before = self._used or [False] * len(used)
+        self._used = [a or b for a, b in zip(before, used, strict=True)]
+
+    def begin_round(self) -> None:
+        """Nothing is said of it yet."""
+        self._used, self._now = [], {}
+
+    # -- seams of the engine --------------------------------------------------------------------
+
+    def report(self, report: SelfReport) -> SelfReport:
+        """What this peer says with part 0."""
+        lines = [Line(n, False, *t) for n, t in self._now.items()]
+        lines += [Line(n, True, *t) for n, t in self._late.items()]
+        return msgspec.structs.replace(report, used=_pack(self._used), scalars=_ENCODE(lines))
+
+    def note(self, parts: Sequence[Part]) -> bytes:
+        """What the lead makes of everybody's."""
+        used = 0
+        totals: defaultdict[Key, Total] = defaultdict(Total)
+        for part in parts:
+            if part.report is None:
+                continue
+            used |= int.from_bytes(part.report.used, "little")
+            try:
+                lines = _LINES.decode(part.report.scalars)
+            except msgspec.DecodeError:
+                continue  # no number of a peer's that speaks another language
+            for line in lines:
+                key = Key(line.name, line.late)
+                totals[key] = totals[key].plus(Total(line.sum, line.weight))
+        lines = tuple(Line(*key, *total) for key, total in totals.items())
+        data = _ENCODE(Notes(used.to_bytes(-(-used.bit_length() // 8), "little"), lines))
+        if len(data) > NOTES_BYTES:
+            raise UsageError(
+                f"{len(lines)} scalars are too many for one round", hint="average fewer of them"
+            )
+        return data
+
+    # -- what has come of it --------------------------------------------------------------------
+
+    def committed(self, round_: int, notes: bytes, num_tensors: int) -> list[bool]:
+        """Take in the means; returns which tensors anybody used. Raises Malformed."""
+        self._late = {}
+        if not notes:
+            return [True] * num_tensors
+        try:
+            found = _NOTES.decode(notes)
+        except msgspec.DecodeError as error:
+            raise Malformed(f"the notes of round {round_} are none: {error}") from None
+        for name, late, total, weight in found.lines:
+            at = round_ - 1 if late else round_
+            mean = total / weight if weight else math.nan
+            self.known[name] = (at, mean)
+            self.news.append((at, name, mean))
+        used = int.from_bytes(found.used, "little")
+        return [bool(used >> i & 1) for i in range(num_tensors)]
+
+
+def _pack(bits: Sequence[bool]) -> bytes:
+    number = sum(1 << i for i, bit in enumerate(bits) if bit)
+    return number.to_bytes(-(-number.bit_length() // 8), "little")

@@ -1,0 +1,153 @@
+"""Snapshots: the state of one round on its way to peers that join.
+
+A state is sent in pieces of at most `part_bytes`, numbered, beside the head that says which round
+and which history it belongs to. Pieces of different heads never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from manyhands.checkpoint.tree import Flat, unflatten
+from manyhands.collectives.messages import Snapshot
+from manyhands.collectives.rounds import Rounds
+from manyhands.core.errors import Malformed, ManyhandsError, WireError
+from manyhands.core.peers import PeerId
+from manyhands.wire.tensors import TensorSpec, bytes_of, from_bytes, num_bytes, spec_of
+
+_PIECES = 1 << 22  # of one state: 8 TiB
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a buffer is: piece 0 is the table of contents, the others are the tensors' bytes."""
+
+    number: Annotated[int, msgspec.Meta(ge=0, lt=_PIECES)]
+    of: Annotated[int, msgspec.Meta(ge=1, le=_PIECES)]
+
+
+class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Piece 0."""
+
+    description: dict[str, Any]
+    shape: Any
+    specs: tuple[TensorSpec, ...]
+
+
+_ENCODE = msgspec.json.Encoder().encode
+_PIECE = msgspec.json.Decoder(Piece)
+_CONTENTS = msgspec.json.Decoder(Contents)
+
+
+class _Key(NamedTuple):
+    number: int  # of the Ask
+    applied: int
+    chain: bytes
+
+
+class _Coming(NamedTuple):
+    of: int
+    pieces: dict[int, bytes]
+
+
+class Snapshots:
+    """The engine's `State` of one peer. `check` looks at a description before its state is taken.
+
+    The engine's lock guards what it calls; `serve` and `take` are for the user's thread.
+    """
+
+    def __init__(
+        self, description: dict[str, Any], check: Callable[[dict[str, Any]], None], limit_bytes: int
+    ) -> None:
+        self._description, self._check, self._limit = description, check, limit_bytes
+        self._rounds: Rounds | None = None
+        self._due: list[tuple[Snapshot, PeerId]] = []
+        self._coming: dict[_Key, _Coming] = {}
+        self._here: dict[_Key, dict[int, bytes]] = {}
+
+    def attach(self, rounds: Rounds) -> None:
+        """This engine from now on; what was under way with another one is void."""
+        self._rounds = rounds
+        self._due.clear()
+        self._coming.clear()
+        self._here.clear()
+
+    # -- what the engine calls ----------------------------------------------------------------
+
+    def give(self, head: Snapshot, to: PeerId) -> None:
+        """Remember it: the user's thread has still to step."""
+        self._due.append((head, to))
+
+    def arrived(self, sender: PeerId, head: Snapshot, buffers: Sequence[memoryview]) -> None:
+        """A piece. The last one tells the engine."""
+        assert self._rounds is not None
+        try:
+            piece, data = _open(buffers)
+            key = _Key(head.number, head.applied, head.chain)
+            coming = self._coming.setdefault(key, _Coming(piece.of, {}))
+            if piece.of != coming.of or piece.number >= coming.of:
+                raise Malformed(f"piece {piece.number} of {piece.of}, after one of {coming.of}")
+            if sum(map(len, coming.pieces.values())) + len(data) > self._limit:
+                raise Malformed(f"a state of more than {self._limit} bytes")
+            coming.pieces[piece.number] = data
+            if piece.number == 0:
+                self._check(_read(data).description)
+            if len(coming.pieces) == coming.of:
+                del self._coming[key]
+                self._here[key] = coming.pieces
+                self._rounds.snapshot_arrived(sender, head)
+        except ManyhandsError as error:
+            self._rounds.abort(error)
+
+    # -- the user's thread ---------------------------------------------------------------------
+
+    def is_due(self, applied: int) -> bool:
+        """Whether somebody waits for the state after so many rounds."""
+        return any(head.applied == applied for head, _ in self._due)
+
+    def serve(self, applied: int, state: Flat, part_bytes: int) -> None:
+        """Send `state` to those who wait for it: copies, since it goes at leisure."""
+        assert self._rounds is not None
+        due = [(head, to) for head, to in self._due if head.applied == applied]
+        self._due = [(head, to) for head, to in self._due if head.applied > applied]
+        specs = tuple(spec_of(tensor) for tensor in state.tensors)
+        contents = _ENCODE(Contents(self._description, state.shape, specs))
+        chunks = [memoryview(contents)]
+        for tensor in state.tensors:
+            data = bytes_of(tensor)
+            chunks += [data[at : at + part_bytes] for at in range(0, len(data), part_bytes)]
+        for head, to in due:
+            for number, chunk in enumerate(chunks):
+                word = memoryview(_ENCODE(Piece(number, len(chunks))))
+                self._rounds.send_snapshot(head, to, [word, chunk] if len(chunk) else [word])
+
+    def take(self, head: Snapshot) -> Any:  # noqa: ANN401
+        """The tree that came with this head. Raises Malformed."""
+        pieces = self._here.pop(_Key(head.number, head.applied, head.chain))
+        contents = _read(pieces[0])
+        data = memoryview(bytearray().join(pieces[n] for n in range(1, len(pieces))))
+        tensors = []
+        at = 0
+        for spec in contents.specs:
+            size = num_bytes(spec)
+            tensors.append(from_bytes(spec, data[at : at + size]))
+            at += size
+        if at != len(data):
+            raise Malformed(f"{len(data)} bytes came for a state of {at}")
+        return unflatten(contents.shape, tensors)
+
+
+def _open(buffers: Sequence[memoryview]) -> tuple[Piece, bytes]:
+    try:
+        return _PIECE.decode(buffers[0]), b"".join(buffers[1:])
+    except (IndexError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Malformed(f"a piece of a state is none: {str(error)[:80]}") from None
+
+
+def _read(data: bytes) -> Contents:
+    try:
+        return _CONTENTS.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"a state's table of contents is none: {str(error)[:80]}") from None
