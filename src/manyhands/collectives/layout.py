@@ -1,8 +1,8 @@
 """Layout: a list of tensors as the parts of one flat tensor.
 
 Parts are slices in the order of the tensors; a part may span several small tensors but never two
-dtypes, and never tensors whose norm counts beside others. All peers of a run must have the same layout, so it depends on the tensors alone: not on
-the number of peers, which changes.
+dtypes, and never tensors whose norm counts beside others. All peers of a run must have the same
+layout, so it depends on the tensors alone: not on the number of peers, which changes.
 """
 
 from __future__ import annotations

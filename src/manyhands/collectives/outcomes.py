@@ -70,7 +70,7 @@ class Stopped:
 
 
 Outcome = Task | Committed | TakeState | DropState | Stable | Retry | Settled | Generation | Stopped
-"""In the order in which they count: a state that was taken is the base of what is committed next."""
+"""In the order in which they count: a state that was taken is the base of the next commit."""
 
 
 class State(Protocol):

@@ -108,8 +108,8 @@ class Rounds:
         self._adder = Adder(self.layout, self._bank, self._pool, refuse=refuse)
         self._shelf = Shelf(self._pool, self._tell_taken)
         self._most_sums = max(4 * self.layout.num_parts, BEHIND_BYTES // self._pool.block_bytes)
-        self.report: Callable[[m.SelfReport], m.SelfReport] = lambda report: report
-        """A seam: what this peer says of itself with part 0."""
+        self.report: Callable[[int, m.SelfReport], m.SelfReport] = lambda round_, report: report
+        """A seam: what this peer says of itself with part 0 of a round."""
         self.note: Callable[[Sequence[m.Part]], bytes] = lambda parts: b""
         """A seam: what the lead makes of everybody's reports."""
         self._lock = threading.RLock()  # guards the machine and everything below
@@ -426,7 +426,7 @@ class Rounds:
 
     def _send_part(self, to: int, part: m.Part) -> Sequence[e.Event]:
         """Send a contribution; to oneself it goes by way of the events."""
-        report = None if part.report is None else self.report(part.report)
+        report = None if part.report is None else self.report(part.round, part.report)
         part = msgspec.structs.replace(part, weight=self._bank.weight, report=report)
         if to == self._me:
             self._shelf.add_part(to, part, None, own=True)

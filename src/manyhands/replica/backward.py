@@ -68,7 +68,7 @@ class Backward:
                 return
             self._running = True
         # Of the outermost graph: a reentrant checkpoint runs inner ones, whose end is not the end.
-        Variable._execution_engine.queue_callback(self._finish)  # noqa: SLF001  # pyright: ignore
+        Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore
         self._begun()
 
     def _finish(self) -> None:

@@ -114,7 +114,7 @@ class Gradients:
             used.append(not torch.equal(b, before))
             tensors.append(b.to("cpu", copy=True).contiguous())
         if factor != 1.0:
-            torch._foreach_mul_(tensors, factor)  # noqa: SLF001  # pyright: ignore
+            torch._foreach_mul_(tensors, factor)  # pyright: ignore
         if self._lent is None:
             self._lent = tensors
         return tensors, used
@@ -177,7 +177,7 @@ class Gradients:
     def scale(self, factor: float) -> None:
         """p.grad *= factor."""
         grads = [p.grad for p in self._parameters if p.grad is not None]
-        torch._foreach_mul_(grads, factor)  # noqa: SLF001  # pyright: ignore
+        torch._foreach_mul_(grads, factor)  # pyright: ignore
 
     def forget(self) -> None:
         """The round starts over: nothing of this peer's is lent to it any more."""

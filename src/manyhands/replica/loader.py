@@ -39,7 +39,8 @@ class Units:
         """The samples of a turn. One that counts nothing still has some: its body runs too."""
         span = self._calendar.span(turn.round)
         if not turn.ranges:
-            return Request(span.epoch, tuple(range(span.start, min(span.stop, span.start + _SPARE))))
+            stop = min(span.stop, span.start + _SPARE)
+            return Request(span.epoch, tuple(range(span.start, stop)))
         positions: list[int] = []
         for start, stop in turn.ranges.spans:
             low = span.start + start * self._grain

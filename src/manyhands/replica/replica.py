@@ -19,7 +19,16 @@ from manyhands.replica.conductor import Conductor, Turn
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients
 from manyhands.replica.scalars import Scalars
-from manyhands.replica.state import Stateful, TrainingState
+from manyhands.replica.state import Stateful
+
+
+def seed_of_pass(seed: int, round_: int, first: int | None) -> int:
+    """Where the random numbers of a pass begin: that over units from `first` on, or with None of
+    what follows the close of the round.
+    """
+    words = f"{seed}:{round_}:{first}".encode()
+    digest = hashlib.blake2b(words, digest_size=8, person=b"manyhands-pass").digest()
+    return int.from_bytes(digest, "little") >> 1  # torch and numpy take no negative ones
 
 
 class Replica:
@@ -34,7 +43,6 @@ class Replica:
         self,
         conductor: Conductor,
         gradients: Gradients,
-        state: TrainingState,
         scalars: Scalars,
         gate: Gate,
         *,
@@ -45,8 +53,8 @@ class Replica:
         loss: str,
         balance: bool,
     ) -> None:
-        """`batch`: samples of a round, `num_samples` those of a turn. `loss`: "mean" over a batch or "sum"."""
-        self._conductor, self._gradients, self._state = conductor, gradients, state
+        """`batch`: samples of a round, `num_samples` those of a turn."""
+        self._conductor, self._gradients = conductor, gradients
         self._scalars, self._gate, self._seed = scalars, gate, seed
         self._batch, self._num_samples = batch, num_samples
         self._undone, self._loss, self._balance = undone, loss, balance
@@ -92,8 +100,8 @@ class Replica:
         if turn.round != self._round:
             self._round = turn.round
             self._gradients.begin_round()
-            self._scalars.begin_round()
             self._began = {n: deepcopy(thing.state_dict()) for n, thing in self._undone.items()}
+        self._scalars.begin_pass(turn.round)
         self._reseed(turn.round, turn.ranges.spans[0][0] if turn.ranges else 0)
         self._started_s = time.perf_counter()
 
@@ -145,7 +153,11 @@ class Replica:
         turn = self._turn
         if turn is None or turn.task is None:
             return  # no samples: nothing to say of them
-        self._scalars.say(name, value, self._weight_of(turn), late=turn.committed is not None)
+        weight = self._weight_of(turn)
+        if turn.ended:
+            self._scalars.say_after(name, value, weight, closed=turn.committed is not None)
+        else:
+            self._scalars.say(name, value, weight)
 
     def _weight_of(self, turn: Turn) -> float:
         if turn.task is None:
@@ -184,13 +196,13 @@ class Replica:
         assert turn.task is not None
         self._measure(turn)
         if weight <= 0:
-            self._scalars.add_pass(turn.task.generation, [False] * len(self._gradients.like))
+            self._scalars.end_pass(turn.task.generation, [False] * len(self._gradients.like))
             return self._conductor.close_turn(turn, self._gradients.nothing(), 0.0)
         # Sums are of the order of one batch, whatever its size: w / B of a mean.
         whole = float(self._batch(turn.round))
         factor = (weight if self._loss == "mean" else 1.0) / whole
         tensors, used = self._gradients.contribution(factor)
-        self._scalars.add_pass(turn.task.generation, used)
+        self._scalars.end_pass(turn.task.generation, used)
         return self._conductor.close_turn(turn, tensors, weight / whole)
 
     def _apply(self, turn: Turn, committed: Committed) -> None:
@@ -235,9 +247,7 @@ class Replica:
 
     def _reseed(self, round_: int, first: int | None) -> None:
         """What a body draws depends on what it computes, not on who does or what was before."""
-        words = f"{self._seed}:{round_}:{first}".encode()
-        digest = hashlib.blake2b(words, digest_size=8, person=b"manyhands-pass").digest()
-        seed = int.from_bytes(digest, "little") >> 1
+        seed = seed_of_pass(self._seed, round_, first)
         seed_all(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)

@@ -7,16 +7,18 @@ plateau) must be one of these.
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
 
-from manyhands.collectives.messages import NOTES_BYTES, Part, SelfReport
+from manyhands.collectives.messages import Part, SelfReport
 from manyhands.core.errors import Malformed, UsageError
 
 _NAME_CHARS = 64
+_MOST = 64  # scalars of a round: their lines fit into a message
 _Name = Annotated[str, msgspec.Meta(max_length=_NAME_CHARS)]
 
 
@@ -62,8 +64,11 @@ class Scalars:
     """One peer's part in them. The engine reads the report; all else is the user's thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._generation = -1
+        self._round = -1  # that `used` and `now` are of; `late` is of the one before
         self._used: list[bool] = []
+        self._said: dict[str, Total] = {}  # of the pass under way
         self._now: dict[str, Total] = {}
         self._late: dict[str, Total] = {}
         self.known: dict[str, tuple[int, float]] = {}  # by name: the newest round, and its mean
@@ -71,31 +76,45 @@ class Scalars:
 
     # -- what is said ---------------------------------------------------------------------------
 
-    def say(self, name: str, value: float, weight: float, *, late: bool) -> None:
-        """A mean over `weight` samples."""
-        if not 0 < len(name) <= _NAME_CHARS:
-            raise UsageError(f"a scalar's name has 1 to {_NAME_CHARS} characters, not {len(name)}")
-        totals = self._late if late else self._now
-        totals[name] = totals.get(name, Total()).plus(Total(value * weight, weight))
+    def say(self, name: str, value: float, weight: float) -> None:
+        """A mean over the `weight` samples of the pass under way."""
+        _add(self._said, name, Total(value * weight, weight))
 
-    def add_pass(self, generation: int, used: Sequence[bool]) -> None:
-        """A pass is about to be contributed; what was said of passes that do not count is void."""
-        if generation != self._generation:
-            self._generation, self._used = generation, []
-        before = self._used or [False] * len(used)
-        self._used = [a or b for a, b in zip(before, used, strict=True)]
+    def say_after(self, name: str, value: float, weight: float, *, closed: bool) -> None:
+        """The same of a pass whose backward is done. `closed`: its round is, and it comes late."""
+        with self._lock:
+            _add(self._late if closed else self._now, name, Total(value * weight, weight))
 
-    def begin_round(self) -> None:
+    def begin_pass(self, round_: int) -> None:
         """Nothing is said of it yet."""
-        self._used, self._now = [], {}
+        self._said = {}
+        with self._lock:
+            if round_ != self._round:
+                if round_ != self._round + 1:
+                    self._late = {}
+                self._round, self._used, self._now = round_, [], {}
+
+    def end_pass(self, generation: int, used: Sequence[bool]) -> None:
+        """It is about to be contributed; what was said of passes that do not count is void."""
+        with self._lock:
+            if generation != self._generation:
+                self._generation, self._used, self._now = generation, [], {}
+            before = self._used or [False] * len(used)
+            self._used = [a or b for a, b in zip(before, used, strict=True)]
+            for name, total in self._said.items():
+                _add(self._now, name, total)
+            self._said = {}
 
     # -- seams of the engine --------------------------------------------------------------------
 
-    def report(self, report: SelfReport) -> SelfReport:
-        """What this peer says with part 0."""
-        lines = [Line(n, False, *t) for n, t in self._now.items()]
-        lines += [Line(n, True, *t) for n, t in self._late.items()]
-        return msgspec.structs.replace(report, used=_pack(self._used), scalars=_ENCODE(lines))
+    def report(self, round_: int, report: SelfReport) -> SelfReport:
+        """What this peer says with part 0. Without samples it says so before its turn comes."""
+        with self._lock:
+            if round_ != self._round:
+                return report
+            lines = [Line(n, False, *t) for n, t in self._now.items()]
+            lines += [Line(n, True, *t) for n, t in self._late.items()]
+            return msgspec.structs.replace(report, used=_pack(self._used), scalars=_ENCODE(lines))
 
     def note(self, parts: Sequence[Part]) -> bytes:
         """What the lead makes of everybody's."""
@@ -113,18 +132,14 @@ class Scalars:
                 key = Key(line.name, line.late)
                 totals[key] = totals[key].plus(Total(line.sum, line.weight))
         lines = tuple(Line(*key, *total) for key, total in totals.items())
-        data = _ENCODE(Notes(used.to_bytes(-(-used.bit_length() // 8), "little"), lines))
-        if len(data) > NOTES_BYTES:
-            raise UsageError(
-                f"{len(lines)} scalars are too many for one round", hint="average fewer of them"
-            )
-        return data
+        return _ENCODE(Notes(used.to_bytes(-(-used.bit_length() // 8), "little"), lines))
 
     # -- what has come of it --------------------------------------------------------------------
 
     def committed(self, round_: int, notes: bytes, num_tensors: int) -> list[bool]:
         """Take in the means; returns which tensors anybody used. Raises Malformed."""
-        self._late = {}
+        with self._lock:
+            self._late = {}
         if not notes:
             return [True] * num_tensors
         try:
@@ -138,6 +153,14 @@ class Scalars:
             self.news.append((at, name, mean))
         used = int.from_bytes(found.used, "little")
         return [bool(used >> i & 1) for i in range(num_tensors)]
+
+
+def _add(totals: dict[str, Total], name: str, more: Total) -> None:
+    if not 0 < len(name) <= _NAME_CHARS:
+        raise UsageError(f"a scalar's name has 1 to {_NAME_CHARS} characters, not {len(name)}")
+    if name not in totals and len(totals) >= _MOST:
+        raise UsageError(f"more than {_MOST} scalars in one round", hint="average fewer")
+    totals[name] = totals.get(name, Total()).plus(more)
 
 
 def _pack(bits: Sequence[bool]) -> bytes:

@@ -1,0 +1,294 @@
+"""Session: one peer's whole part in a training, from the link up to the loader.
+
+It puts the pieces together: what each of them does is its own module's matter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import LBFGS, Optimizer
+
+from manyhands.collectives.mail import Mail
+from manyhands.collectives.messages import Snapshot
+from manyhands.collectives.rounds import Rounds
+from manyhands.core.address import Address
+from manyhands.core.errors import LinkTimeout, UsageError
+from manyhands.core.peers import PeerId, PeerState, View
+from manyhands.data.calendar import Calendar
+from manyhands.data.fetch import Fetcher, Request, WorkerFetcher
+from manyhands.data.source import Source
+from manyhands.links.base import Link, LinkSettings, dial, new_peer
+from manyhands.links.messages import Terms
+from manyhands.replica.conductor import Base, Conductor, Event
+from manyhands.replica.description import Mismatch, describe, differences, digest_of
+from manyhands.replica.gates import Gate
+from manyhands.replica.gradients import Gradients, Named, parameters_of
+from manyhands.replica.loader import Loader, Units
+from manyhands.replica.replica import Replica
+from manyhands.replica.scalars import Scalars
+from manyhands.replica.snapshots import Snapshots
+from manyhands.replica.state import Stateful, TrainingState
+
+log = logging.getLogger(__name__)
+
+_BEATS = 10  # of a lease
+_STATE_FACTOR, _STATE_SLACK = 16, 64 << 20  # a state is at most so many times its parameters
+_WATCHED = 4  # results that a newcomer may be behind
+_EVENTS = 1000  # that are kept
+_REMIND_S = 10.0  # how often a peer that waits for others says so
+_FORM = "replicas of a model"  # what else must agree, a description says in full
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a run meets, and as whom this peer comes."""
+
+    address: Address
+    name: str | None = None
+    min_peers: int = 1
+    lease_s: float = 10.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How a model is trained; the same at every peer, but for `max_pass`."""
+
+    grain_size: int | None = None
+    """Samples of a unit that is never divided: what it gives depends on nobody's share."""
+    epochs: int | None = None
+    """Without it the run ends when its peers do."""
+    max_pass: int | None = None
+    """Samples that this peer can take at a time."""
+    wire: str = "fp32"
+    loss: str = "mean"
+    """What the loss is over its batch: "mean" or "sum"."""
+    shares: str = "speed"
+    """By "speed", or "equal"."""
+
+    def __post_init__(self) -> None:
+        for name in ("grain_size", "epochs", "max_pass"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value}", hint="1 or more, or None")
+        for name, known in (("loss", ("mean", "sum")), ("shares", ("speed", "equal"))):
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r}", hint=f"one of {', '.join(known)}"
+                )
+
+
+class Session:
+    """Made once the model is known; it joins the run at once. Used by the user's thread."""
+
+    def __init__(
+        self,
+        place: Place,
+        options: Options,
+        source: Source,
+        model: Module,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
+        registered: Mapping[str, Stateful],
+    ) -> None:
+        """`registered`: more that belongs to the state, and is undone with a pass."""
+        for optimizer in optimizers:
+            _check_optimizer(optimizer)
+        self._place, self._options = place, options
+        inner: Module = getattr(model, "_orig_mod", model)  # of one that torch.compile has made
+        parameters = parameters_of(inner, optimizers)
+        calendar = Calendar(source.size, source.batch, source.drop_last)
+        self._units = Units(calendar, options.grain_size or 1)
+        self._num_rounds = (
+            None if options.epochs is None else options.epochs * calendar.rounds_per_epoch
+        )
+        self._gradients = Gradients(inner, parameters)
+        self._refuse = not any(hasattr(thing, "unscale_") for thing in registered.values())
+        things: dict[str, Stateful] = dict(registered)
+        things |= {f"optimizer {i}": o for i, o in enumerate(optimizers)}
+        things |= {f"scheduler {i}": s for i, s in enumerate(schedulers)}
+        self.state = TrainingState(inner, things)
+        self.scalars = Scalars()
+        self.events: deque[Event] = deque(maxlen=_EVENTS)
+        buffers = [Named(n, b) for n, b in inner.named_buffers()]
+        self.description = describe(
+            parameters, buffers, optimizers, source, _agreed(place, options, source, things)
+        )
+        num_bytes = sum(t.numel() * t.element_size() for t in self._gradients.like)
+        self._snapshots = Snapshots(
+            self.description, self._compare, _STATE_FACTOR * num_bytes + _STATE_SLACK
+        )
+        self._settings = LinkSettings(terms=_terms(place.lease_s, num_bytes))
+        self._link: Link | None = None
+        gate = Gate()
+        for thing in (*optimizers, *schedulers):
+            gate.guard(thing, "step")
+        chain = digest_of(self.description) + self.state.digest()
+        most = 1 if options.grain_size else options.max_pass or source.batch
+        self.conductor = Conductor(self._connect, self._take, self._tell, Base(0, chain), most)
+        self.replica = Replica(
+            self.conductor,
+            self._gradients,
+            self.scalars,
+            gate,
+            seed=place.seed,
+            batch=calendar.num_samples,
+            num_samples=self._units.num_samples,
+            undone=registered,
+            loss=options.loss,
+            balance=options.shares == "speed",
+        )
+        self.replica.between = self._serve
+        self._fetcher = _fetcher_for(source, place.seed, calendar)
+        self.loader = Loader(
+            self.replica, self.conductor, calendar, self._units, self._fetcher, self._num_rounds
+        )
+        try:
+            self.conductor.begin(self._wait_for_peers)
+            self.replica.watch(model, [p for _, p in parameters])
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def me(self) -> PeerId:
+        """This peer, as the others see it now."""
+        assert self._link is not None
+        return self._link.me
+
+    @property
+    def roster(self) -> tuple[PeerId, ...]:
+        """Who takes part, in order."""
+        view = self.conductor.rounds.view
+        return () if view is None else view.peers(PeerState.ACTIVE)
+
+    def finish(self) -> None:
+        """The user's loop has ended: go when the others can do without this peer."""
+        self.replica.end()
+        self._serve(self.conductor.base.applied)
+        self.conductor.finish()
+
+    def close(self) -> None:
+        """Let go of the run and of the model. Idempotent."""
+        self.replica.close()
+        self.conductor.close()
+        self._fetcher.close()
+        if self._link is not None:
+            self._link.close()
+
+    # -- joining --------------------------------------------------------------------------------
+
+    def _connect(self) -> Rounds:
+        if self._link is not None:
+            self._link.close()
+        mail = Mail()
+        me = new_peer(self._place.name)
+        self._link = dial(self._place.address, me, self._settings, mail)
+        rounds = Rounds(
+            self._link,
+            self._gradients.like,
+            num_samples=self._units.num,
+            num_rounds=self._num_rounds,
+            wire=self._options.wire,
+            refuse=self._refuse,
+            num_measured=self._gradients.num_parameters,
+            form=_FORM,
+            state=self._snapshots,
+            mail=mail,
+        )
+        rounds.report, rounds.note = self.scalars.report, self.scalars.note
+        self._snapshots.attach(rounds)
+        rounds.start()
+        return rounds
+
+    def _wait_for_peers(self, rounds: Rounds) -> None:
+        """Until as many have come as the user wants, or the run is under way."""
+
+        def enough(view: View) -> bool:
+            return len(view.roster) >= self._place.min_peers or view.founder is None or view.over
+
+        while True:
+            try:
+                rounds.wait_for_view(enough, _REMIND_S)
+            except LinkTimeout:
+                here = 0 if rounds.view is None else len(rounds.view.roster)
+                log.warning("%d of %d peers are here: waiting", here, self._place.min_peers)
+            else:
+                return
+
+    def _compare(self, theirs: Mapping[str, Any]) -> None:
+        if found := differences(theirs, self.description):
+            raise Mismatch(found)
+
+    def _take(self, head: Snapshot) -> None:
+        self.state.load(self._snapshots.take(head))
+        self.replica.replaced()
+
+    def _serve(self, applied: int) -> None:
+        """The state is the one after so many rounds: whoever waits for it gets it now."""
+        if self._link is not None and self._snapshots.is_due(applied):
+            flat = self.state.flat(copy=True)
+            self._snapshots.serve(applied, flat, self._link.terms.part_bytes)
+
+    def _tell(self, event: Event) -> None:
+        self.events.append(event)
+        log.info("%s", event)
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise UsageError(
+            "LBFGS calls its closure several times a step, and a round has one backward",
+            hint="take an optimizer that steps without a closure, Adam or SGD say",
+        )
+
+
+def _agreed(
+    place: Place, options: Options, source: Source, things: Mapping[str, Stateful]
+) -> dict[str, Any]:
+    """What of the options must be the same at all peers."""
+    return {
+        "batch": source.batch,
+        "drop_last": source.drop_last,
+        "shuffle": source.shuffle,
+        "grain_size": options.grain_size,
+        "epochs": options.epochs,
+        "seed": place.seed,
+        "wire": options.wire,
+        "loss": options.loss,
+        "state": sorted(things),
+    }
+
+
+def _terms(lease_s: float, num_bytes: int) -> Terms:
+    return Terms(
+        beat_s=min(1.0, lease_s / _BEATS),
+        lease_s=lease_s,
+        grace_s=min(1.0, lease_s / 2),
+        watch_bytes=max(Terms().watch_bytes, _WATCHED * num_bytes),
+    )
+
+
+def _fetcher_for(source: Source, seed: int, calendar: Calendar) -> Fetcher | WorkerFetcher:
+    if not source.workers.num:
+        return Fetcher(source, seed)
+    return WorkerFetcher(source, seed, _guess(calendar))
+
+
+def _guess(calendar: Calendar) -> Callable[[Request], Request]:
+    """Most often a peer's share of the next round is its share of this one."""
+
+    def guess(request: Request) -> Request:
+        moved = tuple(p + calendar.batch for p in request.positions)
+        last = calendar.rounds_per_epoch * calendar.batch
+        if moved[-1] < min(calendar.size, last):
+            return Request(request.epoch, moved)
+        return Request(request.epoch + 1, tuple(p % calendar.batch for p in request.positions))
+
+    return guess
