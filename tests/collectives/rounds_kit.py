@@ -156,6 +156,8 @@ class SmallState:
         for head, to in due:
             assert head.applied == applied, (head, applied)
             value = torch.tensor([self.value], dtype=torch.float64)
+            if head.place:
+                continue  # the first donor's piece is all of it
             self.send(head, to, [bytes_of(value)])
 
 

@@ -61,6 +61,7 @@ class Peer:
     parts: set[tuple] = field(default_factory=set)  # values filed: (round, attempt, k, sender)
     sums: dict[tuple, bytes] = field(default_factory=dict)  # (round, attempt, k) -> digest
     kept: dict[tuple, bytes] = field(default_factory=dict)
+    pieces: dict[tuple, set[int]] = field(default_factory=dict)  # of states: places of donors
     bank: Ranges = EMPTY
     history: dict[int, Round] = field(default_factory=dict)
     offered: int = -1  # rounds of the state that it came with
@@ -102,6 +103,7 @@ class World:
         self.gaps = Counter()
         self.stable, self.verdicts, self.places, self.claims = {}, {}, {}, {}
         self.closing = {}  # (round, attempt) -> whether its lead thinks that it has no samples
+        self.donors = {}  # (applied, chain) -> who sends pieces of that state
         self.left, self.takeovers = [], set()
         self.steps = self.joined = 0
         self.view = arbiter.first_view(1)
@@ -165,6 +167,8 @@ class World:
             case i.Begin():
                 self.check_place(peer, instruction)
             case i.Commit():
+                donors = tuple(share.peer for share in instruction.sums[0].contributions)
+                self.donors[instruction.round + 1, instruction.chain] = donors
                 self.commit(peer, instruction)
             case i.Stable():
                 peer.kept.clear()
@@ -260,6 +264,12 @@ class World:
             case m.Ask(number):
                 return e.AskArrived(sender, number)
             case m.Snapshot() as snapshot:
+                key = (snapshot.number, snapshot.applied, snapshot.chain)
+                pieces = peer.pieces.setdefault(key, set())
+                pieces.add(snapshot.place)
+                if len(pieces) < snapshot.num_donors:
+                    return None
+                del peer.pieces[key]
                 return e.SnapshotArrived(sender, snapshot)
             case m.Want(round_):
                 return e.WantArrived(sender, round_)
@@ -703,7 +713,9 @@ class World:
         elif self.peers[target].stopped is None:
             self.show_record(target, item)
             if self.peers[target].stopped is None:
-                self.tell(target, self.received(target, source, item))
+                event = self.received(target, source, item)
+                if event is not None:
+                    self.tell(target, event)
 
     def show_record(self, target, item):
         record = m.record_of(m.decode(item[0])) if isinstance(item, tuple) else None

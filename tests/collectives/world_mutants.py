@@ -163,8 +163,8 @@ class RefusesForItsOwnPartAlone(RoundMachine):
 
 
 class ExitsAfterTheLastRealRound(RoundMachine):
-    def _serve(self, record):
-        super()._serve(record)
+    def _serve(self, record, donors):
+        super()._serve(record, donors)
         if record.closing:
             self._stop(StopReason.FINISHED, "one round too early", Resign(True, ""))
 
@@ -217,6 +217,11 @@ class TrustsItsOwnStateAtTheFirstRecord(RoundMachine):
 class AsksOnceWhateverIsLost(RoundMachine):
     def _seek(self, *, again=False):
         super()._seek()
+
+
+class ForgetsWhoWasServed(RoundMachine):
+    def _ask_for_those_left(self):
+        self.served.clear()
 
 
 class TakesResultsFromAnybody(RoundMachine):

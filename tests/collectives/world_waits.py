@@ -29,6 +29,7 @@ def check_state(world, peer):
         return
     ways = ((peer.number, donor.number), (donor.number, peer.number), (world.hub, peer.number))
     coming = peer.number in donor.machine.asks or any(map(world.channels.get, ways))
+    coming = coming or any(is_coming(world, peer, key) for key in peer.pieces)
     world.require(coming, f"I10 {peer.id} waits for a state that nobody sends")
 
 
@@ -61,6 +62,22 @@ def check_results(world, peer):
         return
     coming = any(channel for key, channel in world.channels.items() if key[1] == peer.number)
     world.require(coming, f"I10 {peer.id} waits for results that nobody sends")
+
+
+def is_coming(world, peer, key):
+    """Whether the pieces of a state that this newcomer lacks are on their way, or will be."""
+    number, applied, chain = key
+    donors = world.donors[applied, chain]
+    lacking = [donor for place, donor in enumerate(donors) if place not in peer.pieces[key]]
+    return number == peer.machine.ask_number and all(
+        will_send(world, world.peers[donor], peer, applied) for donor in lacking
+    )
+
+
+def will_send(world, donor, peer, applied):
+    if world.channels.get((donor.number, peer.number)) or is_cut_off(world, donor):
+        return True  # or a view will tell
+    return donor.stopped is None and donor.machine.applied < applied
 
 
 def is_cut_off(world, peer):

@@ -52,7 +52,8 @@ from manyhands.collectives.messages import (
 )
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.shares import Closure, next_record
-from manyhands.collectives.standing import Course, Mode, Standing
+from manyhands.collectives.standing import Course, Mode, Served, Standing
+from manyhands.core.peers import PeerState
 from manyhands.links.messages import Resign
 
 
@@ -342,7 +343,7 @@ class Attempt(Standing):
         self.known = max(self.known, record.view)
         self.asked = self.bank = self.quarantine = self.claims = EMPTY
         self.wanting = None
-        self._serve(record)
+        self._serve(record, tuple(share.peer for share in sums[0].contributions))
         if over:
             text = "the run is finished"
             self._stop(StopReason.FINISHED, text, Resign(True, text))
@@ -353,15 +354,30 @@ class Attempt(Standing):
             self._maybe_go()
         return True
 
-    def _serve(self, record: Record) -> None:
-        """Send the state to those newcomers of the record that have asked this peer."""
-        for newcomer in record.snapshot_for:
-            asked = self.asks.get(newcomer.peer)
-            if asked is not None and asked <= newcomer.number:
-                del self.asks[newcomer.peer]
-            if asked == newcomer.number:
-                head = Snapshot(newcomer.number, self.applied, self.chain, record)
-                self._emit(Send(newcomer.peer, head))
+    def _serve(self, record: Record, donors: tuple[int, ...]) -> None:
+        """Send the newcomers of the record this peer's piece of the state: each donor has one."""
+        if self.me not in donors:
+            return
+        place = donors.index(self.me)
+        for peer, number in record.snapshot_for:
+            if self.asks.get(peer, number) <= number:
+                self.asks.pop(peer, None)
+                self.served[peer] = Served(number, donors)
+            head = Snapshot(number, self.applied, self.chain, record, place, len(donors))
+            self._emit(Send(peer, head))
+        self._ask_for_those_left()
+
+    def _ask_for_those_left(self) -> None:
+        """A donor has gone, perhaps with its piece: who has not come further needs another state.
+
+        The newcomer asks again too, but that may reach this peer before it has served.
+        """
+        for peer, (number, donors) in list(self.served.items()):
+            if self.states.get(peer) is not PeerState.WATCHING:
+                del self.served[peer]
+            elif any(donor not in self.states for donor in donors):
+                del self.served[peer]
+                self.asks[peer] = max(number, self.asks.get(peer, 0))
 
     # -- lease -------------------------------------------------------------------------------
 

@@ -94,13 +94,16 @@ class RoundMachine(Cutting):
         if old is not None and old.number.era < view.number.era:
             self._repeat_words(state)
         self.asks = {p: n for p, n in self.asks.items() if p in self.states or p not in known}
+        self._ask_for_those_left()
         shaken = view.cut > self.cut
         if shaken:
             self._on_cut(view)
         if self.stopped:
             return
         if not self.active:
-            self._on_watching(shaken=shaken)
+            # A piece of the state may have gone with its donor, quietly too.
+            followed = (p for p, s in known.items() if s is not PeerState.WATCHING)
+            self._on_watching(shaken=shaken or any(p not in self.states for p in followed))
         elif not was_active and self.frozen < self.cut:  # not one that just answered its first cut
             self._begin((), EMPTY, Tag(self.cut, 0))
         self._look_around(shaken=shaken)

@@ -37,6 +37,7 @@ PartIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
 Speed = Annotated[int, msgspec.Meta(ge=1, le=MAX_SPEED)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Notes = Annotated[bytes, msgspec.Meta(max_length=NOTES_BYTES)]
+_Place = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
 _PartSet = Annotated[bytes, msgspec.Meta(max_length=MAX_PARTS // 8)]
 _Weight = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 _Form = Annotated[str, msgspec.Meta(max_length=FORM_CHARS)]
@@ -204,12 +205,21 @@ class Ask(Message, frozen=True, tag=5):
 
 
 class Snapshot(Message, frozen=True, tag=6):
-    """The head of the state after `applied` rounds; the state itself comes beside it."""
+    """The head of the state after `applied` rounds; a donor's piece of it comes beside it.
+
+    Every peer that took part in the last of these rounds is a donor: `place` of so many.
+    """
 
     number: _Number  # of the Ask it answers
     applied: _Count
     chain: Digest
     record: Record  # of the last of those rounds
+    place: _Place = 0
+    num_donors: Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)] = 1
+
+    def __post_init__(self) -> None:
+        if self.place >= self.num_donors:
+            raise ValueError(f"donor {self.place} of {self.num_donors}")
 
 
 class Want(Message, frozen=True, tag=7):

@@ -16,6 +16,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -62,6 +63,13 @@ class Course:
     def is_over(self, applied: int) -> bool:
         """Whether no samples are left after so many rounds."""
         return self.num_rounds is not None and applied >= self.num_rounds
+
+
+class Served(NamedTuple):
+    """A state that was sent to a newcomer: the number of its Ask, and who has sent pieces."""
+
+    number: int
+    donors: tuple[int, ...]
 
 
 class Mode(enum.Enum):
@@ -113,6 +121,7 @@ class Standing(ABC):
         self.donor: int | None = None  # whom this newcomer has asked for the state
         self.ask_number = 0
         self.asks: dict[int, int] = {}  # newcomers that have asked this peer, with their number
+        self.served: dict[int, Served] = {}  # newcomers that this peer sent its piece of a state
         self.wanting: tuple[int, int] | None = None  # (round, whom this follower asked for it)
         self.ready_told = False
         self.leave_asked = False

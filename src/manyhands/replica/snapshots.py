@@ -1,7 +1,8 @@
 """Snapshots: the state of one round on its way to peers that join.
 
-A state is sent in pieces of at most `part_bytes`, numbered, beside the head that says which round
-and which history it belongs to. Pieces of different heads never meet.
+A state is cut into pieces of at most `part_bytes`, the same at every donor; each donor sends every
+n-th, beside a head that says which round and which history it belongs to. Pieces of different
+states never meet.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class Snapshots:
             data = bytes_of(tensor)
             chunks += [data[at : at + part_bytes] for at in range(0, len(data), part_bytes)]
         for head, to in due:
-            for number, chunk in enumerate(chunks):
+            for number in range(head.place, len(chunks), head.num_donors):
+                chunk = chunks[number]
                 word = memoryview(_ENCODE(Piece(number, len(chunks))))
                 self._rounds.send_snapshot(head, to, [word, chunk] if len(chunk) else [word])
 
