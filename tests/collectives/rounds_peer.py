@@ -10,6 +10,8 @@ Its orders may name *points*, at which it dies by SIGKILL, or says so, or also w
                                                      when n such messages are at the meeting point
     "before": true                                   ... just before the n-th is sent
     "then": "die" | "say" | "wait"
+
+With a "program", a module with `play(child)`, it is that which runs instead of a `Taker`.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ PATIENCE_S = 30.0
 class Zygote:
     """Starts peers. One for many tests."""
 
-    def __init__(self) -> None:
+    def __init__(self, *preload: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.collectives.rounds_peer"],
+            [sys.executable, "-m", "tests.collectives.rounds_peer", *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -262,6 +264,15 @@ class Child:
         os._exit(5)  # the test is gone
 
     def run(self) -> None:
+        threading.Thread(target=self.listen, daemon=True).start()
+        if "program" in self.orders:
+            import_module(self.orders["program"]).play(self)
+        else:
+            self.take_part()
+        left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        self.say({"threads": [name for name in left if "(listen)" not in name]})
+
+    def take_part(self) -> None:
         import msgspec
 
         from manyhands.collectives.mail import Mail
@@ -289,12 +300,9 @@ class Child:
             after_commit=lambda round_: self.pass_by("commit", round_),
             **orders["taker"],
         )
-        threading.Thread(target=self.listen, daemon=True).start()
         self.taker.run()
         self.taker.rounds.close()
         link.close()
-        left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-        self.say({"threads": [name for name in left if "(listen)" not in name]})
 
 
 def serve() -> dict | None:
@@ -345,9 +353,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
 
-    for module in ("manyhands.links.amqp", "manyhands.links.hub_link"):
+    links = ("manyhands.links.amqp", "manyhands.links.hub_link")
+    for module in (*links, "tests.collectives.rounds_kit", *sys.argv[1:]):
         import_module(module)
-    import_module("tests.collectives.rounds_kit")
 
     torch.set_num_threads(1)
     _answer(pid=os.getpid())

@@ -9,8 +9,6 @@ told to be slow, or to kill itself at a point of a round.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from typing import Any
@@ -25,6 +23,7 @@ from manyhands.data.order import Order
 from manyhands.replica.replica import seed_of_pass
 
 SIZE, BATCH, GRAIN, FEATURES, CLASSES, SEED = 90, 24, 4, 12, 4, 7
+WIDTH = 160  # so that there are parts for four owners
 
 
 class Points(Dataset):
@@ -45,9 +44,17 @@ class Points(Dataset):
 def make(grain: int | None = GRAIN):
     """Model, optimizer, schedule. With grains it may have layers that see their batch or chance."""
     torch.manual_seed(11)
-    special = [nn.BatchNorm1d(16), nn.Dropout(0.2)] if grain else [nn.LayerNorm(16)]
-    model = nn.Sequential(nn.Linear(FEATURES, 16), *special, nn.Tanh(), nn.Linear(16, CLASSES))
-    model = model.double()
+    special = [nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)] if grain else [nn.LayerNorm(WIDTH)]
+    model = nn.Sequential(
+        nn.Linear(FEATURES, WIDTH),
+        nn.Tanh(),
+        # Without bias: what a normalisation takes out again has a gradient of pure rounding, and
+        # Adam makes steps of full size out of that.
+        nn.Linear(WIDTH, WIDTH, bias=False),
+        *special,
+        nn.Tanh(),
+        nn.Linear(WIDTH, CLASSES),
+    ).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     return model, optimizer, schedule
@@ -92,30 +99,41 @@ def alone(epochs: int, grain: int | None = GRAIN) -> tuple[list[float], nn.Modul
     return losses, model
 
 
-def report(**facts: Any) -> None:
-    print(json.dumps(facts), flush=True)
+def shadow(model: nn.Module) -> list[float]:
+    """All of a model's state, on a few random directions."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for tensor in model.state_dict().values():
+        directions = torch.randn(3, tensor.numel(), generator=generator, dtype=torch.float64)
+        found += (directions @ tensor.detach().double().flatten()).tolist()
+    return found
 
 
-def die(at: dict, run: Any, point: str) -> None:
-    """Now, if this is what the test wants."""
-    if at and at["point"] == point and run.round == at["round"]:
-        os.kill(os.getpid(), signal.SIGKILL)
+class Teller:
+    """What a peer says, and where it may be told to die: nobody listens, and it is not."""
+
+    def say(self, said: dict) -> None:
+        print(json.dumps(said), flush=True)
+
+    def pass_by(self, what: str, round_: int) -> None:
+        pass
 
 
 def train(
+    teller: Any = None,
     *,
     url: str | None = None,
     run: str | None = None,
     name: str | None = None,
     epochs: int = 3,
     grain: int | None = GRAIN,
-    delay_s: float = 0.0,
+    pace_s: float = 0.0,
     min_peers: int = 1,
     lease_s: float = 10.0,
-    kill: dict | None = None,
     **options: Any,
 ) -> None:
-    """A peer. `kill`: {"point": "forward" | "backward" | "step", "round": N}."""
+    """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round."""
+    teller = teller or Teller()
     model, optimizer, schedule = make(grain)
     data = DataLoader(Points(), BATCH, shuffle=True)
     joined = mh.join(url, run=run, name=name, min_peers=min_peers, lease_s=lease_s, seed=SEED)
@@ -123,32 +141,50 @@ def train(
         model, optimizer, loader, schedule = hand.wrap(
             model, optimizer, data, schedule, grain_size=grain, epochs=epochs, **options
         )
-        report(joined=hand.round)
+        teller.say({"joined": hand.round})
+        hand._session.replica.on_commit = lambda committed: teller.say(ledger(committed))
         for _ in range(epochs):
             for x, y in loader:
-                die(kill or {}, hand, "forward")
-                time.sleep(delay_s)
+                at = hand.round
+                teller.pass_by("forward", at)
+                time.sleep(pace_s)
                 optimizer.zero_grad()
                 loss = criterion(model(x), y)
                 mean = hand.mean(loss)
-                die(kill or {}, hand, "backward")
-                before = hand.round
+                teller.pass_by("backward", at)
                 loss.backward()
-                die(kill or {}, hand, "step")
+                teller.pass_by("step", at)
                 hand.clip_grad_norm_(1.0)
                 optimizer.step()
-                if hand.round > before:
-                    report(
-                        round=hand.round - 1,
-                        loss=float(mean),
-                        of=mean.round,
-                        state=hand.digest().hex(),
-                        samples=len(y),
-                        members=len(hand.roster),
+                teller.pass_by("stepped", at)
+                if hand.round > at:
+                    teller.say(
+                        {
+                            "round": hand.round - 1,
+                            "loss": float(mean),
+                            "of": mean.round,
+                            "state": hand.digest().hex(),
+                        }
                     )
             schedule.step()
-        parameters = [p.tolist() for p in model.state_dict().values()]
-    report(done=hand.round, parameters=parameters)
+    teller.say({"done": hand.round, "shadow": shadow(model)})
+
+
+def ledger(committed: Any) -> dict:
+    """Who computed what of a round."""
+    shares = committed.sums[0].contributions
+    spans = [span for share in shares for span in share.ranges.spans]
+    return {"counted": committed.round, "spans": spans, "members": len(shares)}
+
+
+def play(child: Any) -> None:
+    """As a process that a test has forked."""
+    from manyhands.replica import session
+    from tests.collectives.rounds_peer import Trip
+
+    dial = session.dial
+    session.dial = lambda *where: Trip(dial(*where), child.orders["points"], child.reached)
+    train(child, **child.orders["train"])
 
 
 if __name__ == "__main__":

@@ -113,10 +113,9 @@ class Conductor:
                 case Task():
                     self._plan(outcome)
                 case Committed():
-                    if not self._is_empty(outcome):
+                    if not self._is_closing():
                         return Turn(outcome.round, EMPTY, committed=outcome)
-                    self.advance(outcome)
-                    outcome.result.close()
+                    outcome.result.close()  # without samples: nothing is to be learnt from it
                 case TakeState():
                     self.take(outcome.snapshot)
                     head = outcome.snapshot
@@ -193,8 +192,7 @@ class Conductor:
         self._todo = deque(Turn(task.round, piece, task, last=False) for piece in pieces)
         self._todo[-1].last = True
 
-    def _is_empty(self, committed: Committed) -> bool:
-        """A closing round, which has no samples: nothing is to be learnt from it."""
+    def _is_closing(self) -> bool:
         return self.base.record is not None and self.base.record.closing
 
     def _on_stopped(self, last: Stopped) -> None:

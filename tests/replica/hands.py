@@ -1,0 +1,89 @@
+"""Peers of one training, in processes of their own, and what must be true of all that they say."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+
+from tests.collectives.rounds_peer import PeerProcess, Zygote
+from tests.replica import training
+from tests.replica.training import BATCH, GRAIN, SIZE, alone, shadow
+
+PROGRAM = "tests.replica.training"
+TOLERANCE = 1e-9
+_runs = itertools.count()
+
+
+def new_zygote() -> Zygote:
+    return Zygote(PROGRAM)
+
+
+class Hands:
+    """All peers of one run. Leaving the block ends those that are left."""
+
+    def __init__(self, zygote: Zygote, url: str, *, epochs: int = 3, **train) -> None:
+        self._zygote, self._url = zygote, url
+        self._train = {"epochs": epochs, "lease_s": 2.0, **train}
+        self.run = f"hands-{os.getpid()}-{next(_runs)}"
+        self.all: list[PeerProcess] = []
+        self.epochs = epochs
+
+    @property
+    def num_rounds(self) -> int:
+        return self.epochs * -(-SIZE // BATCH)
+
+    def join(self, *points: dict, **train) -> PeerProcess:
+        """One more. It may be told to die, to say so, or to wait at some points."""
+        name = f"hand{len(self.all)}"
+        orders = {"url": self._url, "run": self.run, "name": name, **self._train, **train}
+        hand = PeerProcess(self._zygote, name, program=PROGRAM, points=list(points), train=orders)
+        self.all.append(hand)
+        return hand
+
+    def start(self, number: int, **train) -> list[PeerProcess]:
+        """So many, that wait for each other."""
+        return [self.join(min_peers=number, **train) for _ in range(number)]
+
+    def finish(self, *dead: PeerProcess, patience_s: float = 60.0) -> None:
+        """All but the dead come to the end; then all that anybody has said is checked."""
+        for hand in self.all:
+            if hand not in dead:
+                assert hand.wait(patience_s) == 0, hand.report()
+        self.check()
+        assert any(hand not in dead for hand in self.all)
+
+    def check(self) -> None:
+        """The same run: loss, state, samples and the model at the end are those of one process."""
+        losses, model = alone(self.epochs, self._train.get("grain", GRAIN))
+        states: dict[int, str] = {}
+        for hand in self.all:
+            for said in hand.said:
+                if "round" in said:
+                    number = said["round"]
+                    assert said["of"] == number, hand.report()
+                    assert abs(said["loss"] - losses[number]) < TOLERANCE, hand.report()
+                    state = states.setdefault(number, said["state"])
+                    assert state == said["state"], f"round {number} differs: {hand.report()}"
+                if "counted" in said:
+                    check_counted(said)
+                if "done" in said:
+                    assert said["done"] == self.num_rounds
+                    assert said["shadow"] == pytest.approx(shadow(model), abs=100 * TOLERANCE)
+        assert sorted(states) == list(range(self.num_rounds))
+
+    def __enter__(self) -> Hands:
+        return self
+
+    def __exit__(self, *error) -> None:
+        for hand in self.all:
+            hand.close()
+
+
+def check_counted(said: dict) -> None:
+    """Each sample of the round counted once."""
+    calendar = training.Calendar(SIZE, BATCH)
+    counted = sorted(unit for start, stop in said["spans"] for unit in range(start, stop))
+    units = -(-calendar.num_samples(said["counted"]) // GRAIN)
+    assert counted == list(range(units)), said

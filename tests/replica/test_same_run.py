@@ -1,0 +1,81 @@
+"""Any number of hands, the same run: whoever comes, goes, dies or is slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.replica.hands import Hands
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_any_number_of_peers(zygote, url, number):
+    with Hands(zygote, url) as hands:
+        hands.start(number)
+        hands.finish()
+
+
+def test_peers_of_different_speed(zygote, url):
+    with Hands(zygote, url) as hands:
+        for pace_s in (0.0, 0.005, 0.02):
+            hands.join(min_peers=3, pace_s=pace_s)
+        hands.finish()
+
+
+def test_one_that_comes_late_is_taken_in(zygote, url):
+    with Hands(zygote, url, epochs=20) as hands:
+        first = hands.join(pace_s=0.01)
+        first.until(lambda said: said.get("round", -1) >= 5)
+        late = hands.join()
+        hands.finish()
+        members = max(said["members"] for said in first.said if "members" in said)
+        assert members == 2
+        assert 0 < min(said["round"] for said in late.said if "round" in said)
+
+
+POINTS = [
+    {"what": "forward", "round": 4},
+    {"what": "backward", "round": 4},
+    {"what": "Part", "round": 4, "before": True},
+    {"what": "Part", "round": 4},
+    {"what": "Sum", "round": 4, "before": True},
+    {"what": "Sum", "round": 4},
+    {"what": "step", "round": 4},
+    {"what": "stepped", "round": 4},
+]
+
+
+def name_of(point: dict) -> str:
+    return f"{'before ' if point.get('before') else ''}{point['what']}"
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("point", POINTS, ids=name_of)
+def test_killed_in_any_phase(zygote, url, place, point):
+    with Hands(zygote, url) as hands:
+        for number in range(3):
+            points = [point | {"then": "die"}] if number == place else []
+            hands.join(*points, min_peers=3)
+        victim = hands.all[place]
+        assert victim.wait(60) == -9
+        hands.finish(victim)
+
+
+def test_all_but_one_are_killed(zygote, url):
+    with Hands(zygote, url, epochs=6) as hands:
+        hands.start(4, pace_s=0.01)
+        hands.all[1].until(lambda said: said.get("round", -1) >= 3)
+        for victim in (hands.all[0], hands.all[3], hands.all[2]):
+            victim.kill()
+        hands.finish(*(hand for hand in hands.all if hand is not hands.all[1]))
+
+
+def test_stopped_for_longer_than_its_lease(zygote, url):
+    """It comes back by itself, as a new incarnation, and takes part again."""
+    with Hands(zygote, url, epochs=8) as hands:
+        first, second = hands.start(2, pace_s=0.02)
+        second.until(lambda said: said.get("round", -1) >= 2)
+        second.stop()
+        first.until(lambda said: said.get("members") == 1)
+        second.go_on()
+        hands.finish()
+        assert [said["members"] for said in first.said if "members" in said][-1] == 2
