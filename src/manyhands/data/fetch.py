@@ -156,7 +156,10 @@ class WorkerFetcher:
                 batch = next(self._batches)
             except StopIteration:
                 raise
-            except Exception:
+            except Exception as error:
+                # torch raises it from a frame that refers to it: that circle would hold the workers
+                # until a garbage collection. What the data set did is in the message.
+                error.__traceback__ = None
                 if self._issued.popleft() == request:
                     raise
                 continue
@@ -174,8 +177,9 @@ class WorkerFetcher:
         return self._spots.of(request)
 
     def close(self) -> None:
-        """End the workers."""
-        self._batches = None
+        """End the workers, and wait for that. A later `fetch` starts new ones."""
+        self._batches = None  # nothing else refers to it, and its end is theirs
+        self._issued.clear()
 
 
 class _Issue:

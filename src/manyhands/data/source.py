@@ -128,7 +128,9 @@ def _check_dataset(dataset: Any) -> Any:  # noqa: ANN401
     try:
         size = len(dataset)
     except TypeError:
-        raise UsageError(f"{type(dataset).__name__} does not know its length", hint=_REMEDY) from None
+        raise UsageError(
+            f"{type(dataset).__name__} does not know its length", hint=_REMEDY
+        ) from None
     if size < 1:
         raise UsageError(f"{type(dataset).__name__} is empty", hint="at least one sample is needed")
     return dataset
