@@ -7,6 +7,8 @@ MultiStepLR has), texts, numbers, bytes, None and tensors. Anything else is refu
 from __future__ import annotations
 
 import base64
+import math
+import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +19,11 @@ from torch import Tensor
 from manyhands.core.errors import Malformed, UsageError
 
 Json = Any
-"""None, bool, int, float, str, or a list whose first element says what the rest is."""
+"""None, bool, int, float, str, or a list whose first element says what the rest is.
+
+JSON has no infinity, and its readers differ in integers of more than 64 bits: these are texts, so
+that every number comes back to the bit.
+"""
 
 _PLAIN = (type(None), bool, int, float, str)
 _MAX_DEPTH = 64
@@ -34,10 +40,15 @@ class Flat(NamedTuple):
 def flatten(tree: Any, place: str = "state") -> Flat:  # noqa: ANN401
     """The tree in two halves. The tensors are those of the tree, not copies. Raises UsageError."""
     flat = Flat([], [], [])
-    return flat._replace(shape=_shape_of(tree, place, flat))
+    return flat._replace(shape=_shape_of(tree, place, flat, 0))
 
 
-def _shape_of(value: Any, place: str, flat: Flat) -> Json:  # noqa: ANN401
+def _shape_of(value: Any, place: str, flat: Flat, depth: int) -> Json:  # noqa: ANN401
+    if depth > _MAX_DEPTH:
+        raise UsageError(
+            f"{place[:80]}... is nested more than {_MAX_DEPTH} deep",
+            hint="does it contain itself? make the state flatter",
+        )
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise UsageError(
@@ -46,6 +57,10 @@ def _shape_of(value: Any, place: str, flat: Flat) -> Json:  # noqa: ANN401
         flat.tensors.append(value.detach())
         flat.names.append(place)
         return ["tensor", len(flat.tensors) - 1]
+    if type(value) is float and not math.isfinite(value):
+        return ["float", struct.pack(">d", value).hex()]
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        return ["int", f"{value:x}"]
     if type(value) in _PLAIN:
         return value
     if isinstance(value, bytes):
@@ -53,13 +68,14 @@ def _shape_of(value: Any, place: str, flat: Flat) -> Json:  # noqa: ANN401
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
         items = [
-            [_key_of(key, place), _shape_of(item, f"{place}.{key}", flat)]
+            [_key_of(key, place), _shape_of(item, f"{place}.{key}", flat, depth + 1)]
             for key, item in value.items()
         ]
         return [kind, *items]
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return [kind, *(_shape_of(item, f"{place}.{i}", flat) for i, item in enumerate(value))]
+        items = [_shape_of(v, f"{place}.{i}", flat, depth + 1) for i, v in enumerate(value)]
+        return [kind, *items]
     raise UsageError(
         f"{place} is a {type(value).__qualname__}, which cannot be saved without pickling it",
         hint="let its state_dict() give tensors, numbers, texts, lists, tuples and dicts of these",
@@ -117,10 +133,25 @@ def _bytes_of(items: list[Json], inner: Callable[[Json], Any]) -> bytes:
         raise Malformed("a state has bytes that are none") from None
 
 
+def _number_of(items: list[Json], read: Callable[[str], float]) -> float:
+    try:
+        (text,) = items
+        return read(text)
+    except (TypeError, ValueError, struct.error):
+        raise Malformed("a state has a number that is none") from None
+
+
+def _float_of(text: str) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(text))
+    return value
+
+
 _MAKERS: dict[str, Callable[[list[Json], Callable[[Json], Any]], Any]] = {
     "dict": _dict_of,
     "counter": lambda items, inner: Counter(_dict_of(items, inner)),
     "list": lambda items, inner: [inner(item) for item in items],
     "tuple": lambda items, inner: tuple(inner(item) for item in items),
     "bytes": _bytes_of,
+    "float": lambda items, inner: _number_of(items, _float_of),
+    "int": lambda items, inner: _number_of(items, lambda text: int(text, 16)),
 }
