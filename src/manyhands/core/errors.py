@@ -4,6 +4,7 @@
     ├── UsageError (ValueError)      something a user typed or passed
     │   ├── AddressError             a URL or join code
     │   └── SettingsError            a setting out of its range, an unknown key
+    ├── CheckpointError              a place for checkpoints cannot be written or read
     ├── WireError                    bytes that are not what the protocol says
     │   ├── Truncated                they end too early
     │   ├── Oversized                they announce more than the receiver takes
@@ -45,6 +46,10 @@ class AddressError(UsageError):
 
 class SettingsError(UsageError):
     """A setting is unknown or out of its range."""
+
+
+class CheckpointError(ManyhandsError):
+    """A place for checkpoints cannot be written or read; the run itself can go on."""
 
 
 class WireError(ManyhandsError):
