@@ -167,6 +167,17 @@ def test_a_manifest_that_lies(lie, damaged):
     assert "manifest was changed" not in reason_of(store, manifest)
 
 
+@pytest.mark.parametrize("depth", [65, 500, 800, 950])
+def test_a_manifest_that_is_nested_deeply(depth, damaged):
+    store, manifest, _ = damaged
+    for kind in ("list", "what", []):
+        deep = 1
+        for _ in range(depth):
+            deep = [kind, deep]
+        forge(manifest, state=deep)
+        assert reason_of(store, manifest)
+
+
 def test_a_manifest_that_does_not_lie(damaged):
     """The forger's own work is not what was found above."""
     store, manifest, _ = damaged
@@ -192,7 +203,10 @@ def test_a_manifest_that_does_not_lie(damaged):
         b'{"manyhands_checkpoint": 1e999}',
         b'{"manyhands_checkpoint": ' + b"9" * 5000 + b"}",
         b"[" * 1_000_000,
-        b'{"manyhands_checkpoint": 1, "manifest_digest": "", "x": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"manyhands_checkpoint": 1, "manifest_digest": "", "x": '
+        + b"[" * 900
+        + b"]" * 900
+        + b"}",
         b"\0" * ((64 << 20) + 1),
     ],
     ids=lambda text: repr(text[:60]),
@@ -222,6 +236,13 @@ def test_a_tensor_file_whose_header_lies(damaged):
         assert lie != whole
         reseal(manifest, tensors, lie)
         assert "header" in reason_of(store, manifest)
+
+
+def test_a_tensor_file_with_fewer_bytes_than_its_tensors(damaged):
+    """Header, size and digest are in order; memory is not taken for what is not there."""
+    store, manifest, tensors = damaged
+    reseal(manifest, tensors, tensors.read_bytes()[:-500])
+    assert reason_of(store, manifest) == "its tensors make a file of 1080 bytes, it says 580"
 
 
 def test_a_bool_that_is_neither(tmp_path):
@@ -309,7 +330,7 @@ def test_a_url_that_cannot_be_written(verb, flaky):
     store, failing = flaky
     store.save(checkpoint_of(1))
     failing.add(verb)
-    with pytest.raises(CheckpointError, match="flaky://bucket/run.* cannot be") as caught:
+    with pytest.raises(CheckpointError, match=r"flaky://bucket/run.* cannot be") as caught:
         store.save(checkpoint_of(2))
     assert "Failure" in str(caught.value)
     assert "hunter2" not in str(caught.value)

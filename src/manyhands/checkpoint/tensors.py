@@ -116,7 +116,7 @@ def read_tensors(file: File, entries: Sequence[Entry], seal: Seal) -> list[Tenso
 
     found = bytearray(len(header))
     read_into(memoryview(found))
-    if found != header:
+    if bytes(found) != header:
         raise Malformed("the header of its tensor file is not what the manifest says")
     tensors = [empty(spec, seal.size) for _, spec in entries]
     for tensor in tensors:

@@ -11,7 +11,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -69,12 +69,15 @@ def _shape_of(value: Any, place: str, flat: Flat, depth: int) -> Json:  # noqa: 
         kind = "counter" if isinstance(value, Counter) else "dict"
         items = [
             [_key_of(key, place), _shape_of(item, f"{place}.{key}", flat, depth + 1)]
-            for key, item in value.items()
+            for key, item in cast("Mapping[Any, Any]", value).items()
         ]
         return [kind, *items]
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        items = [_shape_of(v, f"{place}.{i}", flat, depth + 1) for i, v in enumerate(value)]
+        items = [
+            _shape_of(item, f"{place}.{number}", flat, depth + 1)
+            for number, item in enumerate(cast("Sequence[Any]", value))
+        ]
         return [kind, *items]
     raise UsageError(
         f"{place} is a {type(value).__qualname__}, which cannot be saved without pickling it",
@@ -104,7 +107,7 @@ def _value_of(shape: Json, tensors: Sequence[Tensor], used: set[int], depth: int
         return shape
     if depth > _MAX_DEPTH or not isinstance(shape, list) or not shape:
         raise Malformed("a state is nested too deeply, or not of the shape of one")
-    kind, items = shape[0], shape[1:]
+    kind, *items = cast("list[Json]", shape)
     make = _MAKERS.get(kind) if isinstance(kind, str) else None
     if make is not None:
         return make(items, lambda inner: _value_of(inner, tensors, used, depth + 1))
@@ -113,15 +116,21 @@ def _value_of(shape: Json, tensors: Sequence[Tensor], used: set[int], depth: int
         if 0 <= number < len(tensors) and number not in used:
             used.add(number)
             return tensors[number]
-    raise Malformed(f"a state has a part of no known kind: {str(shape)[:80]!r}")
+    raise Malformed(f"a state has a part of no known kind: {_start_of(kind)!r}")
+
+
+def _start_of(kind: Json) -> str:
+    """For a message; a list is not quoted, it may be nested without end."""
+    return kind[:80] if isinstance(kind, str) else type(kind).__name__
 
 
 def _dict_of(items: list[Json], inner: Callable[[Json], Any]) -> dict[str | int, Any]:
     made: dict[str | int, Any] = {}
     for item in items:
-        if not (isinstance(item, list) and len(item) == 2 and type(item[0]) in (str, int)):
+        pair = cast("list[Json]", item) if isinstance(item, list) else []
+        if len(pair) != 2 or type(pair[0]) not in (str, int):
             raise Malformed("a state has a dict whose items are none")
-        made[item[0]] = inner(item[1])
+        made[pair[0]] = inner(pair[1])
     return made
 
 

@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -94,7 +94,8 @@ class Spots:
                 epoch=request.epoch,
                 shuffle=self._source.shuffle,
             )
-        places = self._order.at(torch.tensor(request.positions, dtype=torch.int64)).tolist()
+        positions = torch.tensor(request.positions, dtype=torch.int64)
+        places = cast("list[int]", self._order.at(positions).tolist())  # pyright: ignore[reportUnknownMemberType]
         return [
             Spot(place, self._seed_of(request.epoch, position))
             for place, position in zip(places, request.positions, strict=True)
