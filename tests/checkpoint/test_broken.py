@@ -176,6 +176,11 @@ def test_a_manifest_that_is_nested_deeply(depth, damaged):
             deep = [kind, deep]
         forge(manifest, state=deep)
         assert reason_of(store, manifest)
+    bare = []
+    for _ in range(depth):
+        bare = [bare]
+    forge(manifest, state=bare)
+    assert reason_of(store, manifest)
 
 
 def test_a_manifest_that_does_not_lie(damaged):
@@ -378,6 +383,21 @@ def test_old_ones_that_cannot_be_removed_do_not_fail_the_save(flaky, caplog):
     failing.clear()
     store.save(checkpoint_of(3))
     assert rounds(store) == [3]
+
+
+def test_one_that_is_removed_while_it_is_read_is_not_called_broken(flaky, monkeypatch):
+    store, _ = flaky
+    store.save(checkpoint_of(1))
+    others = iter([checkpoint_of(2)])
+
+    def save_another(self, verb, path):
+        if verb == "rb" and (other := next(others, None)):
+            store.save(other)
+
+    monkeypatch.setattr(Flaky, "fail", save_another)
+    found = store.load()
+    assert same(found.checkpoint, checkpoint_of(2))
+    assert found.broken == []
 
 
 def test_behind_a_url_only_old_drafts_are_cleared(flaky):
