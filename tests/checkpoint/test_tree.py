@@ -2,8 +2,10 @@
 
 import json
 import math
+import struct
 from collections import Counter, OrderedDict
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,9 @@ from manyhands.core.errors import Malformed, UsageError
 
 def again(tree):
     flat = flatten(tree)
-    shape = json.loads(json.dumps(flat.shape))
+    text = json.dumps(flat.shape, allow_nan=False)
+    shape = json.loads(text)
+    assert msgspec.json.decode(text) == shape  # any reader of JSON gets the same
     return unflatten(shape, [tensor.clone() for tensor in flat.tensors])
 
 
@@ -30,11 +34,18 @@ def same(one, other):
     return type(one) is type(other) and one == other
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _inductor_cache(tmp_path_factory):
+    """torch makes this folder with the first optimizer: not in that test's TMPDIR."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
 def model_and_optimizer():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(5, 3)).sum().backward()
-    optimizer.step()
     return model, optimizer
 
 
@@ -76,11 +87,48 @@ def test_what_torch_gives(scheduler):
     model, optimizer = model_and_optimizer()
     timer = SCHEDULERS[scheduler](optimizer)
     scaler = torch.amp.GradScaler("cpu")
+    optimizer.step()
+    timer.step(1.0) if scheduler == "plateau" else timer.step()
     for one in (model, optimizer, timer, scaler):
         tree = again(one.state_dict())
         assert same(dict(one.state_dict()), tree)
         one.load_state_dict(tree)
-    timer.step(1.0) if scheduler == "plateau" else timer.step()
+        assert same(dict(one.state_dict()), tree)
+
+
+@pytest.mark.parametrize("bits", ["7ff8000000000000", "fff8000000000123", "7ff0000000000000"])
+def test_floats_that_json_lacks_come_back_to_the_bit(bits):
+    (given,) = struct.unpack(">d", bytes.fromhex(bits))
+    assert struct.pack(">d", again([given])[0]).hex() == bits
+
+
+def test_the_sign_of_zero_comes_back():
+    assert math.copysign(1, again([-0.0])[0]) == -1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [2**53 + 1, 2**63 - 1, -(2**63), 2**63, -(2**200), 10**5000],
+    ids=lambda given: f"{given.bit_length()} bits",
+)
+def test_long_integers_come_back(given):
+    assert again({"state": given}) == {"state": given}
+
+
+def test_a_tree_that_contains_itself_is_refused():
+    tree = {}
+    tree["again"] = [tree]
+    with pytest.raises(UsageError, match="nested"):
+        flatten(tree)
+
+
+def test_the_deepest_tree_that_is_taken_comes_back():
+    tree = 1
+    for _ in range(64):
+        tree = [tree]
+    assert again(tree) == tree
+    with pytest.raises(UsageError, match="nested"):
+        flatten([tree])
 
 
 def test_tensors_are_named_by_their_place():
@@ -125,6 +173,11 @@ def test_what_is_no_state_is_refused_by_its_place(tree, place):
         ["dict", [["a"], 1]],
         ["bytes", "not base 64!"],
         ["bytes", 3],
+        ["float", "7ff8"],
+        ["float", 1.0],
+        ["float"],
+        ["int", "0.5"],
+        ["int", 3],
         [["dict"]],
         ["list", ["tensor", 0], ["tensor", 0]],
         ["list"],

@@ -1,5 +1,7 @@
 """Batches by position: the same values in any process, at any grouping, after any guess."""
 
+import gc
+import multiprocessing
 import random
 
 import pytest
@@ -99,11 +101,18 @@ def test_only_what_was_asked_for_fails():
     bad = next(p for p, sample in enumerate(places) if sample[0] == 7)
     good = [p for p in range(SIZE) if p != bad]
     working = WorkerFetcher(source, 5, lambda request: Request(0, (bad,)))
+    gc.disable()  # the end of the workers must not wait for it
     try:
         for position in good[:4]:
             assert working.fetch(Request(0, (position,)))[0][0] == places[position][0]
         with pytest.raises(ValueError, match="sample 7 cannot be read"):
             working.fetch(Request(0, (bad,)))
         assert working.fetch(Request(0, (good[5],)))[0][0] == places[good[5]][0]
+        assert multiprocessing.active_children()
+        working.close()
+        assert not multiprocessing.active_children()
+        assert working.fetch(Request(0, (good[6],)))[0][0] == places[good[6]][0]
     finally:
         working.close()
+        assert not multiprocessing.active_children()
+        gc.enable()

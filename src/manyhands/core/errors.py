@@ -5,6 +5,7 @@
     │   ├── AddressError             a URL or join code
     │   └── SettingsError            a setting out of its range, an unknown key
     │       └── NoMeetingPoint       nothing says where the others are
+    ├── CheckpointError              a place for checkpoints cannot be written or read
     ├── WireError                    bytes that are not what the protocol says
     │   ├── Truncated                they end too early
     │   ├── Oversized                they announce more than the receiver takes
@@ -50,6 +51,8 @@ class SettingsError(UsageError):
 
 class NoMeetingPoint(SettingsError):
     """Neither the caller, nor the environment, nor a file names a meeting point."""
+class CheckpointError(ManyhandsError):
+    """A place for checkpoints cannot be written or read; the run itself can go on."""
 
 
 class WireError(ManyhandsError):

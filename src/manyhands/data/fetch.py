@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -94,7 +94,8 @@ class Spots:
                 epoch=request.epoch,
                 shuffle=self._source.shuffle,
             )
-        places = self._order.at(torch.tensor(request.positions, dtype=torch.int64)).tolist()
+        positions = torch.tensor(request.positions, dtype=torch.int64)
+        places = cast("list[int]", self._order.at(positions).tolist())  # pyright: ignore[reportUnknownMemberType]
         return [
             Spot(place, self._seed_of(request.epoch, position))
             for place, position in zip(places, request.positions, strict=True)
@@ -156,7 +157,10 @@ class WorkerFetcher:
                 batch = next(self._batches)
             except StopIteration:
                 raise
-            except Exception:
+            except Exception as error:
+                # torch raises it from a frame that refers to it: that circle would hold the workers
+                # until a garbage collection. What the data set did is in the message.
+                error.__traceback__ = None
                 if self._issued.popleft() == request:
                     raise
                 continue
@@ -174,8 +178,9 @@ class WorkerFetcher:
         return self._spots.of(request)
 
     def close(self) -> None:
-        """End the workers."""
-        self._batches = None
+        """End the workers, and wait for that. A later `fetch` starts new ones."""
+        self._batches = None  # nothing else refers to it, and its end is theirs
+        self._issued.clear()
 
 
 class _Issue:

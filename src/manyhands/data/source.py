@@ -13,7 +13,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
-    default_collate,
+    default_collate,  # pyright: ignore[reportUnknownVariableType]
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -40,7 +40,7 @@ class Source:
 
     dataset: Any
     batch: int
-    collate: Callable[[list[Any]], Any] = default_collate
+    collate: Callable[[list[Any]], Any] = default_collate  # pyright: ignore[reportUnknownVariableType]
     shuffle: bool = True
     drop_last: bool = False
     chosen: Sequence[int] | None = None  # only these of the data set, by number
@@ -61,7 +61,7 @@ class Source:
 
         The batch size of a DataLoader is that of a whole round, whoever takes part.
         """
-        if not isinstance(data, DataLoader):
+        if not issubclass(type(data), DataLoader):
             if global_batch is None:
                 raise UsageError(
                     f"a {type(data).__name__} has no batch size",
@@ -117,22 +117,21 @@ def _order_of(sampler: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _check_dataset(dataset: Any) -> Any:  # noqa: ANN401
-    if isinstance(dataset, IterableDataset):
+    name = type(dataset).__name__
+    if issubclass(type(dataset), IterableDataset):
         raise UsageError(
-            f"{type(dataset).__name__} is an IterableDataset: its samples have no numbers, and "
+            f"{name} is an IterableDataset: its samples have no numbers, and "
             "nobody could take over those of a peer that dies",
             hint=_REMEDY,
         )
-    if not isinstance(dataset, Dataset) and not hasattr(dataset, "__getitem__"):
-        raise UsageError(f"a {type(dataset).__name__} is no data set", hint=_REMEDY)
+    if not issubclass(type(dataset), Dataset) and not hasattr(dataset, "__getitem__"):
+        raise UsageError(f"a {name} is no data set", hint=_REMEDY)
     try:
         size = len(dataset)
     except TypeError:
-        raise UsageError(
-            f"{type(dataset).__name__} does not know its length", hint=_REMEDY
-        ) from None
+        raise UsageError(f"{name} does not know its length", hint=_REMEDY) from None
     if size < 1:
-        raise UsageError(f"{type(dataset).__name__} is empty", hint="at least one sample is needed")
+        raise UsageError(f"{name} is empty", hint="at least one sample is needed")
     return dataset
 
 
@@ -142,7 +141,7 @@ def _check_batch(batch: int) -> int:
     return batch
 
 
-def _unbatched(data: DataLoader[Any]) -> str:
+def _unbatched(data: Any) -> str:  # noqa: ANN401
     if type(data.batch_sampler).__name__ == "BatchSampler" or data.batch_sampler is None:
         return "a DataLoader with batch_size=None"
     return f"a DataLoader whose batches a {type(data.batch_sampler).__name__} makes up"
