@@ -88,10 +88,12 @@ def watch(grace_s: float) -> None:
 
     They are asked (SIGTERM, and SIGCONT for those that are stopped), and after `grace_s` made.
     """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they were for all of a service, or of a terminal
     left: set[int] = set()
     for line in sys.stdin:
-        number = int(line)
-        left = left | {number} if number > 0 else left - {-number}
+        group = int(line)
+        left = left | {group} if group > 0 else left - {-group}
     left = {group for group in left if _signal(group, signal.SIGTERM)}
     left = {group for group in left if _signal(group, signal.SIGCONT)}
     deadline = time.monotonic() + grace_s

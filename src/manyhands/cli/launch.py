@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType, TracebackType
-from typing import IO, Self
+from typing import IO, NamedTuple, Self
 
 from manyhands.cli.guard import Guard
 from manyhands.cli.lines import Lines
@@ -38,8 +38,8 @@ def launch(
     environments: Mapping[str, Mapping[str, str]],
     output: Output,
     signals: Signals,
-) -> int:
-    """Run the command once for each name, in its environment; the exit code of the whole.
+) -> Outcome:
+    """Run the command once for each name, in its environment, until all have ended.
 
     A child that dies leaves the others alone. SIGINT and SIGTERM are passed on (SIGHUP as
     SIGTERM); a second one, or GRACE_S without an end, kills.
@@ -48,13 +48,17 @@ def launch(
         for name, environment in environments.items():
             crew.start(name, command, dict(environment), alone=len(environments) == 1)
         ended, stopped_by = crew.wait()
-    if stopped_by is None:
-        code = exit_code([end.code for end in ended])
-        _tell_failure(ended, output)
-    else:
-        code = 128 + stopped_by
-    output.event("done", code=code)
-    return code
+    if stopped_by is not None:
+        return Outcome(code=128 + stopped_by, stopped=True)
+    _tell_failure(ended, output)
+    return Outcome(code=exit_code([end.code for end in ended]), stopped=False)
+
+
+class Outcome(NamedTuple):
+    """The exit code of the whole, and whether a signal made it end."""
+
+    code: int
+    stopped: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,11 @@ class Signals:
             return self._read.recv(4096)
         except BlockingIOError:
             return b""
+
+    def wait_for_stop(self, timeout_s: float) -> int | None:
+        """The number of a signal that asks to stop; None after `timeout_s`, or earlier."""
+        select.select([self], [], [], timeout_s)
+        return next((number for number in self.take() if number in _STOPS), None)
 
     def __enter__(self) -> Self:
         return self

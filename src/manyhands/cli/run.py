@@ -11,8 +11,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ from manyhands.links.base import LinkSettings, dial, new_peer
 from manyhands.links.hub import Hub, HubLimits
 
 app = typer.Typer(add_completion=False)
+_LOOK_S = 0.2  # between two looks at who is left in the run
 
 
 @app.command(
@@ -40,7 +42,7 @@ def run(
         str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")
     ],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script, as they are.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="For the script, as they are.")
     ] = None,
     number: Annotated[int, typer.Option("-n", min=1, help="How many copies to start here.")] = 1,
     hub: Annotated[
@@ -121,6 +123,7 @@ def run(
         run_name = check_meeting_point(url, run_name)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
+        own = None
         if url is None:
             own = stack.enter_context(own_hub(bind or "127.0.0.1:0", advertise))
             url, min_peers = replace(own.near, run=run_name).code(), min_peers or number
@@ -131,7 +134,12 @@ def run(
             output.say(f"{number} of the {min_peers} peers that begin the run start here")
         setting = environment(url, run_name, number, min_peers or 1, resume=resume)
         environments = {name: {**setting, "MANYHANDS_NAME": name} for name in names}
-        code = launch([sys.executable, *arguments], environments, output, signals)
+        outcome = launch([sys.executable, *arguments], environments, output, signals)
+        code = outcome.code
+        if own is not None and not outcome.stopped:
+            others = partial(num_others, own, run_name, frozenset(names))
+            code = outlast(others, signals, output) or code
+    output.event("done", code=code)
     raise typer.Exit(code)
 
 
@@ -200,7 +208,7 @@ def check_meeting_point(url: str, run: str | None) -> str:
 
 
 @contextlib.contextmanager
-def own_hub(bind: str, advertise: str | None) -> Iterator[Hub]:
+def own_hub(bind: str, advertise: str | None) -> Generator[Hub]:
     """A hub in this process. If a thread of it fails, that stops this process as SIGTERM does."""
     failed: list[str] = []
     usual = threading.excepthook
@@ -218,6 +226,25 @@ def own_hub(bind: str, advertise: str | None) -> Iterator[Hub]:
         threading.excepthook = usual
     if failed:
         raise ManyhandsError(f"the hub in this process failed ({failed[0]}); its error is above")
+
+
+def num_others(hub: Hub, run: str, names: frozenset[str]) -> int:
+    """How many peers are in the run that were not started here.
+
+    Not counted are dead copies of ours, whose leases may run on.
+    """
+    room = hub.room(run)
+    return 0 if room is None else sum(peer.name not in names for peer in room.view.peers())
+
+
+def outlast(num_left: Callable[[], int], signals: Signals, output: Output) -> int | None:
+    """Keep the hub until nobody is left, or a signal comes: then its exit code."""
+    if num_left():
+        output.say("others are in the run: the hub stays until they have left, or Ctrl-C")
+    while num_left():
+        if (number := signals.wait_for_stop(_LOOK_S)) is not None:
+            return 128 + number
+    return None
 
 
 def announce(address: HubAddress, arguments: list[str], output: Output) -> None:
