@@ -487,6 +487,33 @@ def test_a_copy_that_dies_leaves_the_others_alone(launch, tmp_path):
     assert err.endswith("    first\n    out of luck\n")
 
 
+def test_last_words_come_before_the_news_of_an_end(launch, tmp_path):
+    """Also where the launcher learns of both at once, having waited for a reader of its own."""
+    text = (
+        "import os, sys, time\n"
+        "def wait(file):\n"
+        "    while not os.path.exists(file): time.sleep(0.02)\n"
+        "me = os.environ['MANYHANDS_NAME'][-1]\n"
+        "if me == '0':\n"
+        "    os.write(1, b'x\\n' * 50_000)\n"  # more than a pipe holds, with its prefixes
+        "os.symlink(str(os.getpid()), f'pid-{me}')\n"
+        "wait(f'go-{me}')\n"
+        "if me == '1':\n"
+        "    sys.exit(0)\n"
+        "sys.exit('last words')\n"
+    )
+    launcher = launch(text, "-n", "2", "--run", "r", cwd=tmp_path)
+    while len(list(tmp_path.glob("pid-*"))) < 2:
+        time.sleep(0.02)
+    for copy in "10":
+        (tmp_path / f"go-{copy}").touch()
+        assert wait_gone([int(os.readlink(tmp_path / f"pid-{copy}"))])
+    code, out, err = launcher.end()
+    assert (code, out.count("x\n")) == (1, 50_000)
+    assert re.search(r"\] last words\nmanyhands: \S+-0 ended with code 1", err), err
+    assert err.endswith("    last words\n")
+
+
 # -- signals ----------------------------------------------------------------------------------
 
 
@@ -706,10 +733,11 @@ def test_one_that_ended_before_is_forgotten(launch):
     said = b""
     while b"ended with code 3" not in said:
         said = launcher.process.stderr.readline()
-    launcher.process.kill()
     try:
-        assert wait_gone([pids[b"ready"]])
-        assert psutil.pid_exists(pids[b"worker"])
+        (guard,) = [p.pid for p in tree_of(launcher.process.pid)[1:] if p.pid != pids[b"ready"]]
+        launcher.process.kill()
+        assert wait_gone([pids[b"ready"], guard])
+        assert alive(pids[b"worker"])
     finally:
         os.kill(pids[b"worker"], signal.SIGKILL)
 
