@@ -43,7 +43,7 @@ COUNT_SIGNALS = (  # a script that counts what it gets, and leaves when it has h
     "    got.append(signal.Signals(number).name)\n"
     "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
     "    signal.signal(number, note)\n" + SAY_WHEN_READY + "while not got: signal.pause()\n"
-    "threading.Event().wait(0.5)\n"
+    "threading.Event().wait(0.2)\n"
     "print('got', *got)\n"
 )
 SLEEP = "import os, time\n" + SAY_WHEN_READY + "time.sleep(600)\n"
@@ -498,14 +498,13 @@ def test_last_words_come_before_the_news_of_an_end(launch, tmp_path):
         "    os.write(1, b'x\\n' * 50_000)\n"  # more than a pipe holds, with its prefixes
         "os.symlink(str(os.getpid()), f'pid-{me}')\n"
         "wait(f'go-{me}')\n"
-        "if me == '1':\n"
-        "    sys.exit(0)\n"
-        "sys.exit('last words')\n"
+        "if me == '0':\n"
+        "    sys.exit('last words')\n"
     )
-    launcher = launch(text, "-n", "2", "--run", "r", cwd=tmp_path)
-    while len(list(tmp_path.glob("pid-*"))) < 2:
+    launcher = launch(text, "-n", "3", cwd=tmp_path)
+    while len(list(tmp_path.glob("pid-*"))) < 3:
         time.sleep(0.02)
-    for copy in "10":
+    for copy in "120":
         (tmp_path / f"go-{copy}").touch()
         assert wait_gone([int(os.readlink(tmp_path / f"pid-{copy}"))])
     code, out, err = launcher.end()

@@ -301,8 +301,7 @@ class Crew:
             self._guard.forget(child.process)
             self._children.remove(child)
             for stream in child.streams:  # what it said last comes before the news of its end
-                if not stream.pipe.closed:
-                    self._read(child, stream)
+                self._read(child, stream)
                 self._show(child, stream, stream.lines.finish())
             last = child.streams[-1].tail if child.streams else ()
             self._report(End(child.name, code, tuple(last)))
@@ -318,6 +317,8 @@ class Crew:
 
     def _read(self, child: Child, stream: Stream) -> None:
         """Show what is there. It ends when the last process has that holds the pipe's other end."""
+        if stream.pipe.closed:  # at an end that one select brought together with this
+            return
         try:
             data = os.read(stream.pipe.fileno(), _CHUNK_BYTES)
         except BlockingIOError:
