@@ -94,17 +94,17 @@ def watch(grace_s: float) -> None:
     for line in sys.stdin:
         group = int(line)
         left = left | {group} if group > 0 else left - {-group}
-    left = {group for group in left if _signal(group, signal.SIGTERM)}
-    left = {group for group in left if _signal(group, signal.SIGCONT)}
+    left = {group for group in left if signal_group(group, signal.SIGTERM)}
+    left = {group for group in left if signal_group(group, signal.SIGCONT)}
     deadline = time.monotonic() + grace_s
     while left and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        left = {group for group in left if _signal(group, 0)}
+        left = {group for group in left if signal_group(group, 0)}
     for group in left:
-        _signal(group, signal.SIGKILL)
+        signal_group(group, signal.SIGKILL)
 
 
-def _signal(group: int, number: int) -> bool:
+def signal_group(group: int, number: int) -> bool:
     """Whether there was a process in the group to take it."""
     try:
         os.killpg(group, number)

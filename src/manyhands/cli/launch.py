@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -23,7 +24,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import IO, NamedTuple, Self
 
-from manyhands.cli.guard import Guard
+from manyhands.cli.guard import Guard, signal_group
 from manyhands.cli.lines import Lines
 
 GRACE_S = 30.0  # for children that were asked to leave: the round, a checkpoint
@@ -285,14 +286,17 @@ class Crew:
             f"{number.name}: {len(self._children)} asked to leave; a second signal kills, "
             f"and so do {GRACE_S:g} s"
         )
+        passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         for child in self._children:
-            child.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            # Not by Popen, which would reap it: until `_reap` does, its id is its own.
+            with contextlib.suppress(ProcessLookupError):  # a zombie, on macOS
+                os.kill(child.process.pid, passed_on)
 
     def _kill(self, why: str) -> None:
         self._kill_s = None
         self._output.say(f"{why}: {len(self._children)} killed")
         for child in self._children:
-            os.killpg(child.process.pid, signal.SIGKILL)  # not reaped yet: the id is its own
+            signal_group(child.process.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         for child in list(self._children):
@@ -318,15 +322,16 @@ class Crew:
     def _read(self, child: Child, stream: Stream) -> None:
         """Show what is there. It ends when the last process has that holds the pipe's other end."""
         if stream.pipe.closed:  # at an end that one select brought together with this
-            return
+            return None
         try:
             data = os.read(stream.pipe.fileno(), _CHUNK_BYTES)
         except BlockingIOError:
-            return
-        if not data:
-            self._selector.unregister(stream.pipe)
-            stream.pipe.close()
-        self._show(child, stream, stream.lines.feed(data, time.monotonic()))
+            return None
+        if data:
+            return self._show(child, stream, stream.lines.feed(data, time.monotonic()))
+        self._selector.unregister(stream.pipe)
+        stream.pipe.close()
+        return self._show(child, stream, stream.lines.finish())
 
     def _show(self, child: Child, stream: Stream, lines: Sequence[bytes]) -> None:
         stream.tail.extend(lines)
