@@ -32,6 +32,10 @@ COMMANDS: Mapping[str, Command] = {
         module="manyhands.cli.demo",
         help="Three processes train a net on real digits with plain DDP, through a hub.",
     ),
+    "run": Command(
+        module="manyhands.cli.run",
+        help="Start a training script as peers of one run.",
+    ),
     "hub": Command(
         module="manyhands.cli.hub",
         help="Run a hub: the meeting point that all peers of a run dial.",

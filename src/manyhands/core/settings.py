@@ -39,11 +39,7 @@ def find_meeting_point(
 ) -> MeetingPoint:
     """Resolve what the caller left open. Raises SettingsError, AddressError."""
     given = {"url": url, "run": run, "name": name}
-    written = _read(file)
-    found = {
-        key: given[key] or environ.get(f"MANYHANDS_{key.upper()}") or written.get(key)
-        for key in _KEYS
-    }
+    found = {key: find(key, given[key], environ=environ, file=file) for key in _KEYS}
     if found["url"] is None:
         raise NoMeetingPoint(
             "no meeting point was named",
@@ -55,6 +51,13 @@ def find_meeting_point(
     if address.run is None and found["run"] is not None:
         address = parse_address(found["url"], run=found["run"])
     return MeetingPoint(address=_with_secrets(address, environ), name=found["name"])
+
+
+def find(
+    key: str, given: str | None, *, environ: Mapping[str, str], file: Path = FILE
+) -> str | None:
+    """What `url`, `run` or `name` is: as given, in the environment, in the file, or None."""
+    return given or environ.get(f"MANYHANDS_{key.upper()}") or _read(file).get(key)
 
 
 def _with_secrets(address: Address, environ: Mapping[str, str]) -> Address:

@@ -19,7 +19,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -80,7 +80,10 @@ class HubLimits:
 
 
 class Hub:
-    """A running hub. `address` is where peers find it; `address.code()` is the join code."""
+    """A running hub. `address` is where peers find it; `address.code()` is the join code.
+
+    `near` is for peers on this machine: an advertised address may lead there from outside only.
+    """
 
     def __init__(
         self,
@@ -132,6 +135,7 @@ class Hub:
             fingerprint="" if insecure else self._journal.fingerprint,
             insecure=insecure,
         )
+        self.near = replace(self.address, host=_nearby(host), port=bound)
         self._spawn(self._accept, "hub accept")
         self._spawn(self._tick, "hub tick")
 
@@ -441,6 +445,11 @@ def _reachable(host: str) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
+
+
+def _nearby(host: str) -> str:
+    """Where a process on this machine finds what listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _shut(sock: socket.socket) -> None:
