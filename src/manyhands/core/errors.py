@@ -51,6 +51,8 @@ class SettingsError(UsageError):
 
 class NoMeetingPoint(SettingsError):
     """Neither the caller, nor the environment, nor a file names a meeting point."""
+
+
 class CheckpointError(ManyhandsError):
     """A place for checkpoints cannot be written or read; the run itself can go on."""
 
