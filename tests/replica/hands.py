@@ -17,7 +17,7 @@ _runs = itertools.count()
 
 
 def new_zygote() -> Zygote:
-    return Zygote(PROGRAM)
+    return Zygote(PROGRAM, "torch._dynamo")  # that an optimizer loads with its first step
 
 
 class Hands:
