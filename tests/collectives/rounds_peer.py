@@ -259,6 +259,10 @@ class Child:
                         self.go.set()
                     case "leave":
                         self.taker.rounds.leave()
+                    case "terminate":
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    case "interrupt":
+                        os.kill(os.getpid(), signal.SIGINT)
                     case "die":
                         os.kill(os.getpid(), signal.SIGKILL)
         os._exit(5)  # the test is gone

@@ -130,6 +130,7 @@ def train(
     pace_s: float = 0.0,
     min_peers: int = 1,
     lease_s: float = 10.0,
+    stop_at: int | None = None,
     **options: Any,
 ) -> None:
     """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round."""
@@ -142,10 +143,12 @@ def train(
             model, optimizer, data, schedule, grain_size=grain, epochs=epochs, **options
         )
         teller.say({"joined": hand.round})
-        hand._session.replica.on_commit = lambda committed: teller.say(ledger(committed))
+        hand._session.replica.on_commit = lambda *what: teller.say(ledger(*what))
         for _ in range(epochs):
             for x, y in loader:
                 at = hand.round
+                if at == stop_at:
+                    break  # as a loop does whose author has seen enough
                 teller.pass_by("forward", at)
                 time.sleep(pace_s)
                 optimizer.zero_grad()
@@ -166,15 +169,17 @@ def train(
                             "state": hand.digest().hex(),
                         }
                     )
+            if hand.round == stop_at:
+                break
             schedule.step()
     teller.say({"done": hand.round, "shadow": shadow(model)})
 
 
-def ledger(committed: Any) -> dict:
+def ledger(number: int, committed: Any) -> dict:
     """Who computed what of a round."""
     shares = committed.sums[0].contributions
     spans = [span for share in shares for span in share.ranges.spans]
-    return {"counted": committed.round, "spans": spans, "members": len(shares)}
+    return {"counted": number, "spans": spans, "members": len(shares)}
 
 
 def play(child: Any) -> None:

@@ -345,8 +345,9 @@ class Attempt(Standing):
         self.wanting = None
         self._serve(record, tuple(share.peer for share in sums[0].contributions))
         if over:
-            text = "the run is finished"
-            self._stop(StopReason.FINISHED, text, Resign(True, text))
+            finished = self.finished or self.course.is_over(self.applied - 1)
+            text = "the run is finished" if finished else "all have left the run"
+            self._stop(StopReason.FINISHED, text, Resign(finished, text))
         elif self.mode is Mode.RUNNING:
             if self.active:
                 self._begin(record.members, record.share_of(self.me), Tag(self.cut, 0))

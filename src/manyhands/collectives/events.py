@@ -149,7 +149,12 @@ class GapSeen:
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsked:
-    """The user wants this peer to leave the run in good order."""
+    """The user wants this peer to leave the run in good order.
+
+    `finished`: since there is nothing left to do, and not only for this peer.
+    """
+
+    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)

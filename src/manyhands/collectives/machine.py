@@ -76,7 +76,7 @@ class RoundMachine(Cutting):
             case e.GapSeen():
                 self._on_gap()
             case e.LeaveAsked():
-                self._on_leave()
+                self._on_leave(event)
             case e.StateOffered():
                 self._on_state(event)
 
@@ -176,10 +176,10 @@ class RoundMachine(Cutting):
             # With a Ready under way this resigns: a hub has ignored that Ready, a broker has not.
             self._start_over("the link has lost results")
 
-    def _on_leave(self) -> None:
+    def _on_leave(self, event: e.LeaveAsked) -> None:
         if self.leave_asked:
             return
-        self.leave_asked = True
+        self.leave_asked, self.finished = True, event.finished
         if self.active or self.ready_told:
             self._emit(Tell(Leaving()))
         else:

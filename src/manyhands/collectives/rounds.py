@@ -60,7 +60,7 @@ from manyhands.core.errors import (
     UsageError,
     WireError,
 )
-from manyhands.core.peers import PeerId, View, ViewNumber
+from manyhands.core.peers import PeerId, PeerState, View, ViewNumber
 from manyhands.links.base import DEFAULT_TIMEOUT_S, Delivery, Gap, Link
 from manyhands.links.messages import Gone, Leaving, Ready, Resign
 
@@ -80,7 +80,7 @@ class Rounds:
         tensors: Sequence[Tensor],
         *,
         num_samples: Callable[[int], int],
-        num_rounds: int | None = None,
+        num_rounds: int | Callable[[], int] | None = None,
         wire: str = "fp32",
         refuse: bool = True,
         num_measured: int | None = None,
@@ -218,6 +218,34 @@ class Rounds:
                 raise self._outcomes[0].error or ManyhandsError(self._outcomes[0].text)
         raise LinkTimeout("view that was waited for", timeout_s)
 
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Until a view or a contribution has come, or an outcome is there."""
+        with self._news:
+            if not self._outcomes:
+                self._news.wait(timeout_s)
+
+    @property
+    def owns(self) -> bool:
+        """Whether this peer adds up a part of the round under way, and so sees who gives to it."""
+        begin = self._attempt
+        if begin is None or self._me not in begin.members:
+            return False
+        return begin.members.index(self._me) < self.layout.num_parts
+
+    @property
+    def given(self) -> bool:
+        """Whether somebody who does not leave has contributed to the attempt under way."""
+        with self._lock:
+            begin, states = self._attempt, self._machine.states
+            if begin is None:
+                return False
+            return any(
+                (key.round, key.attempt) == (begin.round, begin.attempt)
+                and key.sender != self._me
+                and states.get(key.sender) is PeerState.ACTIVE
+                for key in self._shelf.parts
+            )
+
     def abort(self, error: ManyhandsError) -> None:
         """This peer cannot go on: `next` says Stopped with this error."""
         self._stop(Stopped(None, error.message, error))
@@ -226,9 +254,12 @@ class Rounds:
         """This peer's speed, as an integer; shares follow it."""
         self._feed(e.SpeedMeasured(speed))
 
-    def leave(self) -> None:
-        """Leave in good order; `next` says Stopped when that is done."""
-        self._feed(e.LeaveAsked())
+    def leave(self, *, finished: bool = True) -> None:
+        """Leave in good order; `next` says Stopped when that is done.
+
+        `finished`: if all leave, the run is over, and nobody shall go on with it.
+        """
+        self._feed(e.LeaveAsked(finished))
 
     def send_snapshot(self, head: m.Snapshot, to: PeerId, buffers: Sequence[memoryview]) -> None:
         """A piece of the state for a newcomer; does not block. It must not change until it left.
@@ -486,6 +517,7 @@ class Rounds:
                 if self._shelf.add_part(sender, message, block):
                     whole = self._adder.is_whole(message, block)
                     self._feed(e.PartArrived(sender, message, refused=not whole))
+                    self._news.notify_all()
             case m.Sum():
                 if (filed := self._file_sum(sender, message, block)) is not None:
                     self._feed(e.SumArrived(sender, message, digest_of(filed)))

@@ -48,8 +48,10 @@ class Course:
     """Parts that the tensor is cut into."""
     num_samples: Callable[[int], int]
     """How many samples a round has; a pure function of its number."""
-    num_rounds: int | None = None
-    """After how many rounds the run is finished; without it, when everybody leaves."""
+    num_rounds: int | Callable[[], int] | None = None
+    """After how many rounds the run is finished; without it, when everybody leaves.
+
+    A function, if a peer without a state cannot know."""
     form: str = ""
     """The tensors and how they travel, in words; peers whose words differ cannot average."""
 
@@ -57,12 +59,15 @@ class Course:
         """Reject what no run can have."""
         if self.num_parts < 1:
             raise UsageError(f"a tensor of {self.num_parts} parts cannot be averaged")
-        if self.num_rounds is not None and self.num_rounds < 1:
+        if isinstance(self.num_rounds, int) and self.num_rounds < 1:
             raise UsageError(f"a run of {self.num_rounds} rounds has nothing to do")
 
     def is_over(self, applied: int) -> bool:
         """Whether no samples are left after so many rounds."""
-        return self.num_rounds is not None and applied >= self.num_rounds
+        if self.num_rounds is None:
+            return False
+        most = self.num_rounds if isinstance(self.num_rounds, int) else self.num_rounds()
+        return applied >= most
 
 
 class Served(NamedTuple):
@@ -125,6 +130,7 @@ class Standing(ABC):
         self.wanting: tuple[int, int] | None = None  # (round, whom this follower asked for it)
         self.ready_told = False
         self.leave_asked = False
+        self.finished = True  # the run, if it closes: others may want to go on with it
         self.known: ViewNumber = NO_VIEW  # newest view that this peer's place was decided from
 
     def _emit(self, *instructions: Instruction) -> None:

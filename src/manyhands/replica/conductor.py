@@ -33,6 +33,8 @@ from manyhands.collectives.outcomes import Committed, Outcome, Stopped, Task
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.rounds import Rounds
 from manyhands.core.errors import Excluded, LinkError, LinkTimeout, ManyhandsError
+from manyhands.core.peers import PeerState
+from manyhands.replica.openings import Openings, opened_chain
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ Event = Retry | Settled | Generation | Stable | DropState | Stopped
 class Turn:
     """One run of the loop body."""
 
-    round: int
+    round: int  # as the user counts them
+    number: int  # as the engine does
     ranges: Ranges  # what it computes, in units of the round; empty: its gradient does not count
     task: Task | None = None  # that it belongs to; None: the round is committed already
     last: bool = True  # completes what is asked of this peer so far
@@ -58,9 +61,20 @@ class Turn:
 class Base:
     """Where the user's thread stands: rounds it has applied, and what proves it."""
 
-    applied: int
+    applied: int  # those of openings too
     chain: bytes
     record: Record | None = None
+    openings: Openings = field(default_factory=Openings)
+
+    @property
+    def round(self) -> int:
+        """How many rounds with samples were applied: the number of the next one."""
+        return self.openings.count(self.applied)
+
+    def open(self) -> Base:
+        """A run may start from here."""
+        openings = self.openings.opened(self.applied)
+        return Base(self.applied, opened_chain(self.chain), self.record, openings)
 
 
 @dataclass
@@ -68,14 +82,20 @@ class Conductor:
     """Used by the user's thread alone. Whoever is excluded comes back by itself.
 
     `connect` joins the run anew and returns an engine that serves. `take` loads a state that came.
-    `most` is how many units a turn has at most.
+    `look` is called whenever there is time. `enough`: so many follow that the first round with
+    samples may begin. `nothing` is a contribution that counts nothing. `most`
+    is how many units a turn has at most. `offers`: this peer has a state that a run may start from.
     """
 
     connect: Callable[[], Rounds]
-    take: Callable[[Snapshot], None]
+    take: Callable[[Snapshot], Base]
     tell: Callable[[Event], None]
+    look: Callable[[], None]
+    enough: Callable[[Rounds], bool]
+    nothing: Sequence[Tensor]
     base: Base
     most: int
+    offers: bool = True
     over: bool = False
     stopped: Stopped | None = None
     _rounds: Rounds | None = None
@@ -89,37 +109,46 @@ class Conductor:
         assert self._rounds is not None, "begin first"
         return self._rounds
 
-    def begin(self, enough: Callable[[Rounds], None]) -> None:
-        """Join, and offer the state once `enough` has returned."""
+    def begin(self, wait: Callable[[Rounds], bool]) -> None:
+        """Join, and offer the state once `wait` has returned; False: behind the others."""
         self._rounds = self.connect()
-        enough(self._rounds)
+        while not wait(self._rounds):
+            self._rounds.close()
+            self._rounds = self.connect()
         self._offer()
 
-    def leave(self) -> None:
-        """Leave in good order: `next_turn` goes on until the others can do without this peer."""
+    def leave(self, *, finished: bool) -> None:
+        """Leave in good order: `next_turn` goes on until the others can do without this peer.
+
+        `finished`: if nobody is left, the run is over.
+        """
         if not self._leaving:
             self._leaving = True
-            self.rounds.leave()
+            self.rounds.leave(finished=finished)
 
     # -- turns ----------------------------------------------------------------------------------
 
     def next_turn(self) -> Turn | None:
         """What to compute next; None when the run is over, or this peer has left it."""
         while not self.over:
+            self.look()
             if self._todo:
                 return self._todo.popleft()
             outcome = self._next()
             match outcome:
+                case Task() if self.base.openings.is_opening(outcome.round):
+                    self._open(outcome)
                 case Task():
                     self._plan(outcome)
-                case Committed():
-                    if not self._is_closing():
-                        return Turn(outcome.round, EMPTY, committed=outcome)
+                case Committed() if self._is_closing():
                     outcome.result.close()  # without samples: nothing is to be learnt from it
+                case Committed() if self.base.openings.is_opening(outcome.round):
+                    outcome.result.close()
+                    self.advance(outcome)
+                case Committed():
+                    return Turn(self.base.round, outcome.round, EMPTY, committed=outcome)
                 case TakeState():
-                    self.take(outcome.snapshot)
-                    head = outcome.snapshot
-                    self.base = Base(head.applied, head.chain, head.record)
+                    self.base, self.offers = self.take(outcome.snapshot), True
                     self._todo.clear()
                 case Stopped():
                     self._on_stopped(outcome)
@@ -139,7 +168,7 @@ class Conductor:
         while True:
             outcome = self._next()
             match outcome:
-                case Committed() if outcome.round == turn.round:
+                case Committed() if outcome.round == turn.number:
                     return outcome
                 case Retry() | Settled() | Generation() | Stable():
                     self.tell(outcome)
@@ -153,21 +182,39 @@ class Conductor:
 
     def advance(self, committed: Committed) -> None:
         """The user's thread has applied it, or will before its next turn."""
-        self.base = Base(committed.round + 1, committed.chain, committed.record)
+        openings = self.base.openings
+        self.base = Base(committed.round + 1, committed.chain, committed.record, openings)
 
-    def finish(self) -> None:
-        """Until this peer may exit: the others can do without it, or the run is over."""
-        while not self.over:
-            turn = self.next_turn()
-            if turn is None:
-                return
+    def finish(self, *, ended: bool) -> None:
+        """The loop has: until this peer may exit. `ended`: the run has, too; else it is left."""
+        if self._rounds is None or self.over:
+            return
+        if not ended:
+            self.leave(finished=True)
+        while (turn := self.next_turn()) is not None:
             if turn.committed is not None:
-                self.advance(turn.committed)
                 turn.committed.result.close()
-                continue
-            # Nobody computes here any more: what this peer has claimed is for others to redo.
-            self.rounds.abort(ManyhandsError("the loop has ended"))
-            self.over = True
+            else:
+                self._decline(turn)
+
+    def _decline(self, turn: Turn) -> None:
+        """Nobody computes here any more. If all leave, the round is empty; else others redo it.
+
+        Whoever goes on gives to the round, and waits for this peer. One that adds up nothing would
+        not see that, and is not needed to end the run.
+        """
+        assert turn.task is not None
+        while not self._all_leave():
+            if self.rounds.given or not self.rounds.owns:
+                self.rounds.abort(Excluded("its loop has ended, and others go on"))
+                self.over = True
+                return
+            self.rounds.wait_for_news(_TICK_S)
+        self.rounds.contribute(turn.task, self.nothing, weight=0.0, ranges=turn.ranges)
+
+    def _all_leave(self) -> bool:
+        view = self.rounds.view
+        return view is not None and not view.peers(PeerState.ACTIVE)
 
     def close(self) -> None:
         """Let go of the run. Idempotent."""
@@ -185,12 +232,21 @@ class Conductor:
             try:
                 return self.rounds.next(_TICK_S)
             except LinkTimeout:
-                continue  # the link itself says when somebody, or the meeting point, is gone
+                self.look()  # the link itself says when somebody, or the meeting point, is gone
 
     def _plan(self, task: Task) -> None:
         pieces = task.ranges.pieces([self.most] * -(-len(task.ranges) // self.most))
-        self._todo = deque(Turn(task.round, piece, task, last=False) for piece in pieces)
+        at = self.base.openings.count(task.round)
+        self._todo = deque(Turn(at, task.round, piece, task, last=False) for piece in pieces)
         self._todo[-1].last = True
+
+    def _open(self, task: Task) -> None:
+        """A round without samples: as its only member, hold it until enough others follow."""
+        if self.base.openings.is_gathering(task.round):
+            while not (self._leaving or self.enough(self.rounds)):
+                self.look()
+                self.rounds.wait_for_news(_TICK_S)
+        self.rounds.contribute(task, self.nothing, weight=0.0)
 
     def _is_closing(self) -> bool:
         return self.base.record is not None and self.base.record.closing
@@ -220,6 +276,8 @@ class Conductor:
 
     def _offer(self) -> None:
         base = self.base
+        if not self.offers:
+            return
         try:
             self.rounds.offer_state(base.applied, base.chain, base.record)
         except LinkError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from manyhands.data.calendar import Calendar
@@ -74,6 +74,8 @@ class Loader:
         self._calendar, self._units, self._fetcher = calendar, units, fetcher
         self._num_rounds = num_rounds
         self._held: Turn | None = None  # of a later epoch than the one that was asked for
+        self.at_end: Callable[[], None] = lambda: None
+        """Called when an iteration has no more."""
         self.epoch = -1
         """The one that is iterated over."""
 
@@ -88,10 +90,11 @@ class Loader:
             batch = self._fetcher.fetch(self._units.request(turn))
             self._replica.begin(turn)
             yield batch
+        self.at_end()
 
     def _next(self, epoch: int) -> Turn | None:
         if self._held is None:
-            at = self._conductor.base.applied
+            at = self._conductor.base.round
             if self._is_over(at) or self._calendar.span(at).epoch > epoch:
                 self._replica.end()
                 return None
@@ -102,5 +105,5 @@ class Loader:
         turn, self._held = self._held, None
         return turn
 
-    def _is_over(self, applied: int) -> bool:
-        return self._num_rounds is not None and applied >= self._num_rounds
+    def _is_over(self, round: int) -> bool:
+        return self._num_rounds is not None and round >= self._num_rounds

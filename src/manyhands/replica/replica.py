@@ -67,7 +67,7 @@ class Replica:
         self._norm: float | None = None  # of the mean, while p.grad is that
         self._started_s = 0.0
         self._speed = 0.0
-        self.on_commit: Callable[[Committed], None] = lambda committed: None
+        self.on_commit: Callable[[int, Committed], None] = lambda round_, committed: None
         self.between: Callable[[int], None] = lambda applied: None
         """Called between two bodies: the state is the one after so many rounds."""
 
@@ -101,7 +101,7 @@ class Replica:
             self._round = turn.round
             self._gradients.begin_round()
             self._began = {n: deepcopy(thing.state_dict()) for n, thing in self._undone.items()}
-        self._scalars.begin_pass(turn.round)
+        self._scalars.begin_pass(turn.number)
         self._reseed(turn.round, turn.ranges.spans[0][0] if turn.ranges else 0)
         self._started_s = time.perf_counter()
 
@@ -207,7 +207,7 @@ class Replica:
 
     def _apply(self, turn: Turn, committed: Committed) -> None:
         num_tensors = len(self._gradients.like)
-        used = self._scalars.committed(committed.round, committed.sums[0].notes, num_tensors)
+        used = self._scalars.committed(turn.round, committed.sums[0].notes, num_tensors)
         self._gradients.adopt(committed.result, used)
         self._norm = committed.squared_norm**0.5
         committed.result.close()
@@ -216,15 +216,15 @@ class Replica:
 
     def _apply_nothing(self, turn: Turn, committed: Committed) -> None:
         """A round whose samples all counted nothing is over, and nothing is learnt from it."""
-        self._scalars.committed(committed.round, committed.sums[0].notes, 0)
+        self._scalars.committed(turn.round, committed.sums[0].notes, 0)
         committed.result.close()
         self._done(turn, committed)
 
     def _done(self, turn: Turn, committed: Committed) -> None:
         turn.committed = committed
         self._conductor.advance(committed)
-        self.on_commit(committed)
-        self._reseed(committed.round, None)
+        self.on_commit(turn.round, committed)
+        self._reseed(turn.round, None)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale p.grad to this norm at most; returns what it was. The same bits everywhere."""

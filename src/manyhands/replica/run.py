@@ -90,6 +90,7 @@ class Run:
         """
         if self._session is not None:
             raise UsageError("this run has its model", hint="wrap once")
+        options.setdefault("resume", os.environ.get("MANYHANDS_RESUME") == "1")
         self._session = Session(
             self._place,
             Options(grain_size=grain_size, epochs=epochs, **options),
@@ -131,7 +132,7 @@ class Run:
     @property
     def round(self) -> int:
         """Rounds that this peer has applied."""
-        return self._at_work.conductor.base.applied
+        return self._at_work.conductor.base.round
 
     @property
     def roster(self) -> tuple[PeerId, ...]:
@@ -147,6 +148,10 @@ class Run:
     def events(self) -> Sequence[Event]:
         """What has happened to the run, newest last."""
         return self._at_work.events
+
+    def save(self) -> None:
+        """Save the state once this round is over; where, `wrap(..., checkpoints=...)` says."""
+        self._at_work.save()
 
     def digest(self) -> bytes:
         """Of the whole state: equal at all peers of one kind after the same round."""

@@ -6,6 +6,8 @@ It puts the pieces together: what each of them does is its own module's matter.
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
+from manyhands.collectives.instructions import Stable
 from manyhands.collectives.mail import Mail
 from manyhands.collectives.messages import Snapshot
 from manyhands.collectives.rounds import Rounds
@@ -29,9 +32,12 @@ from manyhands.replica.conductor import Base, Conductor, Event
 from manyhands.replica.description import Mismatch, describe, differences, digest_of
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, Named, parameters_of
+from manyhands.replica.keeper import Keeper, NotSaved, Saved
 from manyhands.replica.loader import Loader, Units
+from manyhands.replica.openings import Openings
 from manyhands.replica.replica import Replica
 from manyhands.replica.scalars import Scalars
+from manyhands.replica.signals import Signals
 from manyhands.replica.snapshots import Snapshots
 from manyhands.replica.state import Stateful, TrainingState
 
@@ -41,6 +47,7 @@ _BEATS = 10  # of a lease
 _STATE_FACTOR, _STATE_SLACK = 16, 64 << 20  # a state is at most so many times its parameters
 _WATCHED = 4  # results that a newcomer may be behind
 _EVENTS = 1000  # that are kept
+_TICK_S = 1.0  # how often a wait looks whether it shall end
 _REMIND_S = 10.0  # how often a peer that waits for others says so
 _FORM = "replicas of a model"  # what else must agree, a description says in full
 
@@ -71,9 +78,17 @@ class Options:
     """What the loss is over its batch: "mean" or "sum"."""
     shares: str = "speed"
     """By "speed", or "equal"."""
+    checkpoints: str | os.PathLike[str] | None = None
+    """A folder or any fsspec URL; the first of the roster saves there."""
+    save_every: int | None = None
+    """Rounds; without it, once an epoch."""
+    keep: int = 3
+    """So many checkpoints stay."""
+    resume: bool = False
+    """Start from the newest checkpoint; a peer that has none waits for one that has."""
 
     def __post_init__(self) -> None:
-        for name in ("grain_size", "epochs", "max_pass"):
+        for name in ("grain_size", "epochs", "max_pass", "save_every", "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}", hint="1 or more, or None")
@@ -82,6 +97,10 @@ class Options:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r}", hint=f"one of {', '.join(known)}"
                 )
+        if self.resume and self.checkpoints is None:
+            raise UsageError(
+                "nothing says where to resume from", hint="wrap(..., checkpoints=FOLDER_OR_URL)"
+            )
 
 
 class Session:
@@ -115,23 +134,46 @@ class Session:
         things |= {f"scheduler {i}": s for i, s in enumerate(schedulers)}
         self.state = TrainingState(inner, things)
         self.scalars = Scalars()
-        self.events: deque[Event] = deque(maxlen=_EVENTS)
+        self.events: deque[Event | Saved | NotSaved] = deque(maxlen=_EVENTS)
         buffers = [Named(n, b) for n, b in inner.named_buffers()]
         self.description = describe(
             parameters, buffers, optimizers, source, _agreed(place, options, source, things)
         )
         num_bytes = sum(t.numel() * t.element_size() for t in self._gradients.like)
         self._snapshots = Snapshots(
-            self.description, self._compare, _STATE_FACTOR * num_bytes + _STATE_SLACK
+            self.description,
+            self._compare,
+            self._learn,
+            _STATE_FACTOR * num_bytes + _STATE_SLACK,
         )
         self._settings = LinkSettings(terms=_terms(place.lease_s, num_bytes))
         self._link: Link | None = None
         gate = Gate()
         for thing in (*optimizers, *schedulers):
             gate.guard(thing, "step")
-        chain = digest_of(self.description) + self.state.digest()
+        self._keeper: Keeper | None = None
+        if options.checkpoints is not None:
+            self._keeper = Keeper(
+                options.checkpoints,
+                self.state,
+                self.description,
+                every=options.save_every or calendar.rounds_per_epoch,
+                keep=options.keep,
+            )
+        base = self._first_base()
         most = 1 if options.grain_size else options.max_pass or source.batch
-        self.conductor = Conductor(self._connect, self._take, self._tell, Base(0, chain), most)
+        self.conductor = Conductor(
+            self._connect,
+            self._take,
+            self._tell,
+            self._look,
+            self._is_gathered,
+            self._gradients.nothing(),
+            base or Base(0, b""),
+            most,
+            offers=base is not None,
+        )
+        self._openings = self.conductor.base.openings  # as the engine knows them
         self.replica = Replica(
             self.conductor,
             self._gradients,
@@ -144,11 +186,13 @@ class Session:
             loss=options.loss,
             balance=options.shares == "speed",
         )
-        self.replica.between = self._serve
+        self.replica.between = self._between
         self._fetcher = _fetcher_for(source, place.seed, calendar)
         self.loader = Loader(
             self.replica, self.conductor, calendar, self._units, self._fetcher, self._num_rounds
         )
+        self.loader.at_end = self._at_end
+        self._signals = Signals()
         try:
             self.conductor.begin(self._wait_for_peers)
             self.replica.watch(model, [p for _, p in parameters])
@@ -168,19 +212,68 @@ class Session:
         view = self.conductor.rounds.view
         return () if view is None else view.peers(PeerState.ACTIVE)
 
+    def save(self) -> None:
+        """As soon as this round is over, and cannot be lost any more."""
+        if self._keeper is None:
+            raise UsageError("there is no place to save to", hint="wrap(..., checkpoints=FOLDER)")
+        self._keeper.want()
+
     def finish(self) -> None:
         """The user's loop has ended: go when the others can do without this peer."""
         self.replica.end()
-        self._serve(self.conductor.base.applied)
-        self.conductor.finish()
+        self._between(self.conductor.base.applied)
+        last = self.roster in ((), (self.me,)) or self.roster[0] == self.me
+        ended = self._num_rounds is not None and self.conductor.base.round >= self._num_rounds
+        self.conductor.finish(ended=ended)
+        if self._keeper is not None and last:
+            self._keeper.save_last(self.conductor.base)
 
     def close(self) -> None:
         """Let go of the run and of the model. Idempotent."""
+        self._signals.close()
         self.replica.close()
         self.conductor.close()
         self._fetcher.close()
+        if self._keeper is not None:
+            self._keeper.close()
         if self._link is not None:
             self._link.close()
+
+    # -- between rounds -------------------------------------------------------------------------
+
+    def _between(self, applied: int) -> None:
+        """The state is the one after so many rounds: whoever waits for it gets it now."""
+        if self._link is not None and self._snapshots.is_due(applied):
+            flat = self.state.flat(copy=True)
+            self._snapshots.serve(applied, flat, self._openings, self._link.terms.part_bytes)
+        base = self.conductor.base
+        if self._keeper is not None and self._keeper.is_due(base.round) and self._leads():
+            self._keeper.copy(base)
+
+    def _leads(self) -> bool:
+        return self.roster[:1] == (self.me,)
+
+    def _look(self) -> None:
+        """Whether this peer was asked to leave; what has become of checkpoints."""
+        if self._signals.leave:
+            self.conductor.leave(finished=False)
+        if self._keeper is not None:
+            while not self._keeper.events.empty():
+                self.events.append(self._keeper.events.get())
+
+    def _at_end(self) -> None:
+        """The loader has no more; perhaps since this peer has left."""
+        if self.conductor.over and self._signals.interrupted:
+            self.finish()
+            raise KeyboardInterrupt
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, Stable):
+            if self._keeper is not None:
+                self._keeper.stable(event.applied)
+            return  # every round is
+        self.events.append(event)
+        log.info("%s", event)
 
     # -- joining --------------------------------------------------------------------------------
 
@@ -193,8 +286,8 @@ class Session:
         rounds = Rounds(
             self._link,
             self._gradients.like,
-            num_samples=self._units.num,
-            num_rounds=self._num_rounds,
+            num_samples=self._num_units,
+            num_rounds=None if self._num_rounds is None else self._num_engine_rounds,
             wire=self._options.wire,
             refuse=self._refuse,
             num_measured=self._gradients.num_parameters,
@@ -207,38 +300,74 @@ class Session:
         rounds.start()
         return rounds
 
-    def _wait_for_peers(self, rounds: Rounds) -> None:
-        """Until as many have come as the user wants, or the run is under way."""
+    def _num_units(self, number: int) -> int:
+        """Of a round, as the engine counts them; one of an opening has nothing but a claim."""
+        if self._openings.is_opening(number):
+            return 1
+        return self._units.num(self._openings.count(number))
 
-        def enough(view: View) -> bool:
-            return len(view.roster) >= self._place.min_peers or view.founder is None or view.over
+    def _num_engine_rounds(self) -> int:
+        assert self._num_rounds is not None
+        return self._num_rounds + self._openings.num_rounds
 
+    def _is_gathered(self, rounds: Rounds) -> bool:
+        view = rounds.view
+        return view is not None and len(view.peers(PeerState.ACTIVE)) >= self._place.min_peers
+
+    def _wait_for_peers(self, rounds: Rounds) -> bool:
+        """Until as many have come as the user wants, or the run is under way.
+
+        The first of the roster starts a run. If that is this peer, and it has nothing to start
+        from, the others must come before it.
+        """
+        waiting_s = time.monotonic()
         while True:
+            if self._signals.leave:
+                raise KeyboardInterrupt
             try:
-                rounds.wait_for_view(enough, _REMIND_S)
+                view = rounds.wait_for_view(self._is_enough, _TICK_S)
             except LinkTimeout:
-                here = 0 if rounds.view is None else len(rounds.view.roster)
-                log.warning("%d of %d peers are here: waiting", here, self._place.min_peers)
-            else:
-                return
+                if time.monotonic() - waiting_s > _REMIND_S:
+                    waiting_s = time.monotonic()
+                    here = 0 if rounds.view is None else len(rounds.view.roster)
+                    log.warning("%d of %d peers are here: waiting", here, self._place.min_peers)
+                continue
+            if self.conductor.offers or view.over or view.peers(PeerState.ACTIVE):
+                return True
+            if len(view.roster) > 1 and view.roster[0].peer == self.me:
+                return False
+            rounds.wait_for_news(_TICK_S)
+
+    def _is_enough(self, view: View) -> bool:
+        return len(view.roster) >= self._place.min_peers or view.founder is None or view.over
 
     def _compare(self, theirs: Mapping[str, Any]) -> None:
         if found := differences(theirs, self.description):
             raise Mismatch(found)
 
-    def _take(self, head: Snapshot) -> None:
-        self.state.load(self._snapshots.take(head))
+    def _take(self, head: Snapshot) -> Base:
+        openings, tree = self._snapshots.take(head)
+        self.state.load(tree)
         self.replica.replaced()
+        return Base(head.applied, head.chain, head.record, openings)
 
-    def _serve(self, applied: int) -> None:
-        """The state is the one after so many rounds: whoever waits for it gets it now."""
-        if self._link is not None and self._snapshots.is_due(applied):
-            flat = self.state.flat(copy=True)
-            self._snapshots.serve(applied, flat, self._link.terms.part_bytes)
+    def _learn(self, openings: Openings) -> None:
+        """Those of a state that has come: the engine may need them before the user's thread."""
+        self._openings = openings
 
-    def _tell(self, event: Event) -> None:
-        self.events.append(event)
-        log.info("%s", event)
+    def _first_base(self) -> Base | None:
+        """Where this peer starts from; None if it needs another one's state."""
+        fresh = Base(0, digest_of(self.description) + self.state.digest())
+        if not self._options.resume:
+            return fresh.open()
+        assert self._keeper is not None
+        place, found = self._options.checkpoints, self._keeper.load()
+        if found is None:
+            log.warning("no checkpoint in %s: waiting for a peer that has a state", place)
+            return None
+        base, description = found
+        self._compare({**description, "epochs": self.description["epochs"]})
+        return base.open()
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

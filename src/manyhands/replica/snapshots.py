@@ -17,6 +17,7 @@ from manyhands.collectives.messages import Snapshot
 from manyhands.collectives.rounds import Rounds
 from manyhands.core.errors import Malformed, ManyhandsError, WireError
 from manyhands.core.peers import PeerId
+from manyhands.replica.openings import Openings
 from manyhands.wire.tensors import TensorSpec, bytes_of, from_bytes, num_bytes, spec_of
 
 _PIECES = 1 << 22  # of one state: 8 TiB
@@ -33,6 +34,7 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Piece 0."""
 
     description: dict[str, Any]
+    openings: tuple[int, ...]
     shape: Any
     specs: tuple[TensorSpec, ...]
 
@@ -54,15 +56,21 @@ class _Coming(NamedTuple):
 
 
 class Snapshots:
-    """The engine's `State` of one peer. `check` looks at a description before its state is taken.
+    """The engine's `State` of one peer. `check` looks at a description before its state is taken,
+    and `learn` is told the openings that go with it.
 
     The engine's lock guards what it calls; `serve` and `take` are for the user's thread.
     """
 
     def __init__(
-        self, description: dict[str, Any], check: Callable[[dict[str, Any]], None], limit_bytes: int
+        self,
+        description: dict[str, Any],
+        check: Callable[[dict[str, Any]], None],
+        learn: Callable[[Openings], None],
+        limit_bytes: int,
     ) -> None:
         self._description, self._check, self._limit = description, check, limit_bytes
+        self._learn = learn
         self._rounds: Rounds | None = None
         self._due: list[tuple[Snapshot, PeerId]] = []
         self._coming: dict[_Key, _Coming] = {}
@@ -96,8 +104,9 @@ class Snapshots:
             if piece.number == 0:
                 self._check(_read(data).description)
             if len(coming.pieces) == coming.of:
-                del self._coming[key]
+                self._coming.clear()
                 self._here[key] = coming.pieces
+                self._learn(Openings(_read(coming.pieces[0]).openings))
                 self._rounds.snapshot_arrived(sender, head)
         except ManyhandsError as error:
             self._rounds.abort(error)
@@ -108,13 +117,13 @@ class Snapshots:
         """Whether somebody waits for the state after so many rounds."""
         return any(head.applied == applied for head, _ in self._due)
 
-    def serve(self, applied: int, state: Flat, part_bytes: int) -> None:
+    def serve(self, applied: int, state: Flat, openings: Openings, part_bytes: int) -> None:
         """Send `state` to those who wait for it: copies, since it goes at leisure."""
         assert self._rounds is not None
         due = [(head, to) for head, to in self._due if head.applied == applied]
         self._due = [(head, to) for head, to in self._due if head.applied > applied]
         specs = tuple(spec_of(tensor) for tensor in state.tensors)
-        contents = _ENCODE(Contents(self._description, state.shape, specs))
+        contents = _ENCODE(Contents(self._description, openings.starts, state.shape, specs))
         chunks = [memoryview(contents)]
         for tensor in state.tensors:
             data = bytes_of(tensor)
@@ -125,8 +134,8 @@ class Snapshots:
                 word = memoryview(_ENCODE(Piece(number, len(chunks))))
                 self._rounds.send_snapshot(head, to, [word, chunk] if len(chunk) else [word])
 
-    def take(self, head: Snapshot) -> Any:  # noqa: ANN401
-        """The tree that came with this head. Raises Malformed."""
+    def take(self, head: Snapshot) -> tuple[Openings, Any]:
+        """The tree that came with this head, and the openings before it. Raises Malformed."""
         pieces = self._here.pop(_Key(head.number, head.applied, head.chain))
         contents = _read(pieces[0])
         data = memoryview(bytearray().join(pieces[n] for n in range(1, len(pieces))))
@@ -138,7 +147,7 @@ class Snapshots:
             at += size
         if at != len(data):
             raise Malformed(f"{len(data)} bytes came for a state of {at}")
-        return unflatten(contents.shape, tensors)
+        return Openings(contents.openings), unflatten(contents.shape, tensors)
 
 
 def _open(buffers: Sequence[memoryview]) -> tuple[Piece, bytes]:

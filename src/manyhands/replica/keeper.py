@@ -1,0 +1,153 @@
+"""Keeper: saves the state of a run now and then, and finds it again.
+
+A state is copied when the user's thread is between two rounds, and written by a thread of its own
+once its round is stable: no other history can take its place. A place that cannot be written to is
+said, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from manyhands.checkpoint.store import Checkpoint, Store
+from manyhands.checkpoint.tree import unflatten
+from manyhands.collectives.messages import Record
+from manyhands.core.errors import CheckpointError, Malformed
+from manyhands.replica.conductor import Base
+from manyhands.replica.openings import Openings
+from manyhands.replica.state import TrainingState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint was written. For `run.events`."""
+
+    round: int
+    place: str
+
+
+@dataclass(frozen=True)
+class NotSaved:
+    """One could not be; the run goes on."""
+
+    round: int
+    error: CheckpointError
+
+
+class Keeper:
+    """Of one store. Used by the user's thread; `events` may be read by any."""
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        state: TrainingState,
+        description: Mapping[str, Any],
+        *,
+        every: int,
+        keep: int,
+    ) -> None:
+        """Every so many rounds; the newest `keep` stay."""
+        self._store = Store(url, keep=keep)
+        self._state, self._description, self._every = state, description, every
+        self._wanted = False
+        self._copied: tuple[int, Checkpoint] | None = None  # waits until its round is stable
+        self._last = 0  # round of the last one that was copied
+        self._work: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.events: queue.SimpleQueue[Saved | NotSaved] = queue.SimpleQueue()
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def want(self) -> None:
+        """Save at the next opportunity."""
+        self._wanted = True
+
+    def is_due(self, round: int) -> bool:
+        """Whether the state after so many rounds shall be saved."""
+        return round > self._last and (self._wanted or round % self._every == 0)
+
+    def copy(self, base: Base) -> None:
+        """The state is that of `base`, now."""
+        self._wanted, self._last = False, base.round
+        self._copied = base.applied, self._checkpoint(base)
+
+    def stable(self, applied: int) -> None:
+        """This state cannot be lost or replaced any more: it may be written."""
+        if self._copied is None or self._copied[0] != applied:
+            return
+        copied = self._copied[1]
+        self._copied = None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="checkpoints")
+            self._thread.start()
+        self._work.put(copied)
+
+    def save_last(self, base: Base) -> None:
+        """The state is that of `base`, and nobody will change it: written before this returns."""
+        self.close()
+        if base.round > 0:
+            self._write(self._checkpoint(base))
+
+    def close(self) -> None:
+        """What is to be written is. Idempotent."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _checkpoint(self, base: Base) -> Checkpoint:
+        flat = self._state.flat(copy=True)
+        about = {
+            "description": dict(self._description),
+            "record": msgspec.msgpack.encode(base.record),
+            "applied": base.applied,
+            "openings": list(base.openings.starts),
+        }
+        tree = unflatten(flat.shape, flat.tensors)
+        return Checkpoint(round=base.round, chain=base.chain, about=about, tree=tree)
+
+    def _run(self) -> None:
+        while (checkpoint := self._work.get()) is not None:
+            self._write(checkpoint)
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        try:
+            self.events.put(Saved(checkpoint.round, self._store.save(checkpoint)))
+        except CheckpointError as error:
+            log.warning("round %d was not saved, and the run goes on: %s", checkpoint.round, error)
+            self.events.put(NotSaved(checkpoint.round, error))
+
+    # -- finding --------------------------------------------------------------------------------
+
+    def load(self) -> tuple[Base, Mapping[str, Any]] | None:
+        """The newest whole state is taken; returns where it stands and what it is a state of.
+
+        None if there is none. Broken ones are named. Raises CheckpointError, Malformed.
+        """
+        found = self._store.load()
+        for broken in found.broken:
+            log.warning("the checkpoint %s cannot be used: %s", broken.place, broken.reason)
+        checkpoint = found.checkpoint
+        if checkpoint is None:
+            return None
+        try:
+            record = msgspec.msgpack.decode(checkpoint.about["record"], type=Record)
+            description = cast("Mapping[str, Any]", checkpoint.about["description"])
+            applied = int(checkpoint.about["applied"])
+            openings = Openings(tuple(checkpoint.about["openings"]))
+        except (KeyError, TypeError, msgspec.DecodeError) as error:
+            raise Malformed(f"{found.place} is no checkpoint of a run: {error}") from None
+        self._state.load(checkpoint.tree)
+        self._last = checkpoint.round
+        log.info("going on after round %d, from %s", checkpoint.round, found.place)
+        return Base(applied, checkpoint.chain, record, openings), description

@@ -1,0 +1,43 @@
+"""Signals: SIGTERM and the first Ctrl-C ask a peer to leave its run in good order."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Signals:
+    """Takes them until `close`, where that is possible: in the main thread.
+
+    A second Ctrl-C is one as always.
+    """
+
+    def __init__(self) -> None:
+        self.leave = False
+        """Asked to leave."""
+        self.interrupted = False
+        """By Ctrl-C: the program shall end."""
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                # What is ignored stays so, and what the user handles is the user's.
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+            log.warning("leaving after this round; Ctrl-C again to stop at once")
+        self.leave = True
+
+    def close(self) -> None:
+        """As it was before. Idempotent."""
+        while self._before:
+            signal.signal(*self._before.popitem())

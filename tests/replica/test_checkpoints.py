@@ -1,0 +1,109 @@
+"""A run that is saved, and goes on from what was saved as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from manyhands.checkpoint.store import Store
+from tests.replica.hands import Hands
+
+
+def reached(number):
+    return lambda said: said.get("round", -1) >= number
+
+
+def test_resumed_five_times_at_other_numbers_of_peers(zygote, url, tmp_path):
+    with Hands(
+        zygote, url, epochs=6, checkpoints=str(tmp_path / "saved"), save_every=1, resume=True
+    ) as hands:
+        hands.join(resume=False).until(reached(2))
+        hands.kill()
+        for number, until in ((3, 6), (2, 9), (1, 12), (2, 17)):
+            some = hands.start(number)
+            some[0].until(reached(until))
+            hands.kill()
+        dead = list(hands.all)
+        last = hands.start(3)
+        hands.finish(*dead)
+        first = min(said["round"] for said in last[0].said if "round" in said)
+        assert first >= 16  # not from the beginning
+
+
+def test_bit_identical_with_equal_shares(zygote, url, tmp_path):
+    folder = str(tmp_path / "saved")
+    states = []
+    for stops in ((), (5,)):
+        with Hands(
+            zygote, url, shares="equal", checkpoints=folder, save_every=1, keep=100
+        ) as hands:
+            for stop in stops:
+                for hand in hands.start(2):
+                    hand.until(reached(stop))
+                hands.kill()
+            hands.start(2, resume=bool(stops))
+            hands.finish(*hands.all[:-2])
+            states.append({s["round"]: s["state"] for s in hands.all[-1].said if "round" in s})
+        for file in Path(folder).iterdir():
+            file.unlink()
+    whole, resumed = states
+    assert resumed
+    assert all(whole[number] == state for number, state in resumed.items())
+
+
+def test_a_broken_checkpoint_is_named_and_the_one_before_used(zygote, url, tmp_path):
+    folder = tmp_path / "saved"
+    with Hands(zygote, url, checkpoints=str(folder), save_every=1, keep=100) as hands:
+        hands.join().until(reached(7))
+        hands.kill()
+        newest = max(folder.glob("*.safetensors"))
+        data = bytearray(newest.read_bytes())
+        data[-5] ^= 1
+        newest.write_bytes(data)
+        second = hands.join(resume=True)
+        hands.finish(hands.all[0])
+        assert f"{newest.stem}" in second.report()
+        assert "cannot be used" in second.report()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_place_that_cannot_be_written_does_not_stop_the_run(zygote, url, tmp_path):
+    folder = tmp_path / "saved"
+    folder.mkdir(mode=0o500)
+    with Hands(zygote, url, checkpoints=str(folder), save_every=1) as hands:
+        hand = hands.join()
+        hands.finish()
+        assert "was not saved, and the run goes on" in hand.report()
+
+
+def test_a_folder_that_is_a_file_does_not_stop_the_run(zygote, url, tmp_path):
+    place = tmp_path / "saved"
+    place.write_text("not a folder")
+    with Hands(zygote, url, checkpoints=str(place), save_every=1) as hands:
+        hand = hands.join()
+        hands.finish()
+        assert "was not saved, and the run goes on" in hand.report()
+
+
+def test_the_first_of_the_roster_saves_and_the_newest_stay(zygote, url, tmp_path):
+    folder = tmp_path / "saved"
+    with Hands(zygote, url, checkpoints=str(folder), save_every=2, keep=2) as hands:
+        hands.start(3)
+        hands.finish()
+        rounds = [place.round for place in Store(folder).places()]
+        assert rounds[-1] == hands.num_rounds
+        assert len(rounds) == 2
+
+
+def test_without_a_checkpoint_it_waits_for_who_has_one(zygote, url, tmp_path):
+    """It must not begin the run anew in silence."""
+    with Hands(zygote, url, save_every=1) as hands:
+        first = hands.join(checkpoints=str(tmp_path / "one"))
+        first.until(reached(4))
+        hands.kill()
+        second = hands.join(checkpoints=str(tmp_path / "none"), resume=True)
+        third = hands.join(checkpoints=str(tmp_path / "one"), resume=True)
+        hands.finish(first)
+        assert min(s["round"] for s in (*second.said, *third.said) if "round" in s) >= 3

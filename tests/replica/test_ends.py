@@ -1,0 +1,65 @@
+"""How a peer's part in a run ends: asked to leave, its loop over, too late, or alone."""
+
+from __future__ import annotations
+
+import signal
+
+from manyhands.checkpoint.store import Store
+from tests.replica.hands import Hands
+
+
+def reached(number):
+    return lambda said: said.get("round", -1) >= number
+
+
+def test_asked_to_end_it_finishes_its_round_and_leaves(zygote, url):
+    with Hands(zygote, url, epochs=6) as hands:
+        first, second = hands.start(2, pace_s=0.01)
+        second.until(reached(3))
+        second.tell("terminate")
+        assert second.wait() == 0, second.report()
+        hands.finish(second)
+        assert [said["members"] for said in first.said if "members" in said][-1] == 1
+
+
+def test_ctrl_c_saves_and_ends(zygote, url, tmp_path):
+    """Alone, it leaves a checkpoint of exactly where it was; the run goes on from there."""
+    folder = tmp_path / "saved"
+    with Hands(zygote, url, epochs=6, checkpoints=str(folder), save_every=1000) as hands:
+        first = hands.join(pace_s=0.01)
+        first.until(reached(3))
+        first.tell("interrupt")
+        assert first.wait() == -signal.SIGINT, first.report()
+        assert "KeyboardInterrupt" in first.report()
+        (place,) = Store(folder).places()
+        assert place.round == 1 + max(said["round"] for said in first.said if "round" in said)
+        hands.join(resume=True)
+        hands.finish(first)
+
+
+def test_whose_loop_ends_early_leaves(zygote, url):
+    """Without `epochs` the run has no end of its own, and one who has seen enough just goes."""
+    with Hands(zygote, url) as hands:
+        hands.start(2)
+        third = hands.join(min_peers=1, stop_at=9)
+        assert third.wait() == 0, third.report()
+        hands.finish(third)
+
+
+def test_who_comes_too_late_is_told(zygote, url):
+    with Hands(zygote, url) as hands:
+        hands.start(2)
+        hands.finish()
+        late = hands.join()
+        assert late.wait() == 0, late.report()
+        assert late.said[-2]["done"] == 0
+
+
+def test_killed_while_it_leaves(zygote, url):
+    with Hands(zygote, url, epochs=6) as hands:
+        _, second = hands.start(2, pace_s=0.01)
+        second.until(reached(3))
+        second.tell("terminate")
+        second.kill()
+        assert second.wait() == -signal.SIGKILL
+        hands.finish(second)
