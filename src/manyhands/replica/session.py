@@ -127,8 +127,6 @@ class Session:
         self._settings = LinkSettings(terms=_terms(place.lease_s, num_bytes))
         self._link: Link | None = None
         gate = Gate()
-        for thing in (*optimizers, *schedulers):
-            gate.guard(thing, "step")
         chain = digest_of(self.description) + self.state.digest()
         most = 1 if options.grain_size else options.max_pass or source.batch
         self.conductor = Conductor(self._connect, self._take, self._tell, Base(0, chain), most)
@@ -152,6 +150,8 @@ class Session:
         try:
             self.conductor.begin(self._wait_for_peers)
             self.replica.watch(model, [p for _, p in parameters])
+            for thing in (*optimizers, *schedulers):
+                gate.guard(thing, "step")
         except BaseException:
             self.close()
             raise
