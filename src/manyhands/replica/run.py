@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor
 from torch.nn import Module
@@ -204,4 +204,4 @@ def _count(text: str) -> int:
 
 
 def _as_list(thing: Any) -> list[Any]:  # noqa: ANN401
-    return list(thing) if isinstance(thing, list | tuple) else [thing]
+    return list(cast("Sequence[Any]", thing)) if isinstance(thing, list | tuple) else [thing]
