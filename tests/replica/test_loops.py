@@ -42,17 +42,6 @@ from tests.replica.loops import (
 ROUNDS = EPOCHS * -(-SIZE // BATCH)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _torch(tmp_path_factory):
-    """One thread; and what optimizers load of the compiler has its folder where it may stay."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(params=[ALONE, TWO, THREE], ids=["alone", "two", "three"])
 def speeds(request):
     return request.param

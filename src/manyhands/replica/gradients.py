@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from manyhands.core.errors import UsageError
 
@@ -56,7 +56,7 @@ class Gradients:
 
     def __init__(self, model: Module, parameters: Sequence[Named]) -> None:
         self._names = [name for name, _ in parameters]
-        self._parameters: list[Parameter] = [p for _, p in parameters]
+        self._parameters = [p for _, p in parameters]
         self._frozen = [Named(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         slots = [_Slot(*_owner(model, name)) for name, _ in model.named_buffers()]
         self._buffers = [slot for slot in slots if slot.tensor.is_floating_point()]
