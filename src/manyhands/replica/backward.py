@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # pyright: ignore
 from torch.autograd import Variable
@@ -66,6 +67,8 @@ class Backward:
         self._nodes.clear()
 
     def _on_forward(self, output: Any) -> None:  # noqa: ANN401
+        if torch._C._current_graph_task_id() < 0:  # pyright: ignore
+            self.reset()  # no backward is under way: one that has raised, and is tried again
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_output)  # pyright: ignore[reportUnknownMemberType]
