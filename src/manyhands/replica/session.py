@@ -145,7 +145,13 @@ class Session:
         self.replica.between = self._serve
         self._fetcher = _fetcher_for(source, place.seed, calendar)
         self.loader = Loader(
-            self.replica, self.conductor, calendar, self._units, self._fetcher, self._num_rounds
+            self.replica,
+            self.conductor,
+            calendar,
+            self._units,
+            self._fetcher,
+            self._num_rounds,
+            source.dataset,
         )
         try:
             self.conductor.begin(self._wait_for_peers)
