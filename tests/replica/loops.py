@@ -170,6 +170,9 @@ class Seen:
     def __len__(self) -> int:
         return len(self._loader)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
     def __iter__(self):
         for batch in self._loader:
             if len(self._rounds.members) < self._peers:

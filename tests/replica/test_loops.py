@@ -281,6 +281,25 @@ def test_samples_of_weight_0_count_nothing_not_even_as_nan():
     assert all(p.isfinite().all() for p in kits[0].model.parameters())
 
 
+def test_what_only_samples_of_weight_0_use_is_used_by_nobody():
+    def loop(hand, model, optimizer, loader, scheduler):
+        for _ in range(6):
+            for x, y in loader:
+                out = model.head(x)
+                if not hand.alone and hand.name == 1:
+                    hand.weight(0)
+                    out = out + model.rare(x)
+                nn.functional.cross_entropy(out, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    recipe = Recipe(loop, model=Branches, optimizer=groups, epochs=6)
+    kits = together(recipe, (1, 1))
+    assert kits[0].digest == kits[1].digest
+    assert torch.equal(kits[0].model.rare.weight, recipe.make().model.rare.weight)
+    assert not torch.equal(kits[0].model.head.weight, recipe.make().model.head.weight)
+
+
 @pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf")])
 def test_a_weight_that_is_none(wrong):
     def loop(hand, model, optimizer, loader, scheduler):
@@ -348,7 +367,8 @@ def test_one_process_that_leaves_out_batches():
                     continue
                 body(hand, model, optimizer, batch)
 
-    compare(Recipe(loop, model=Averaging), ALONE)
+    kit, _ = compare(Recipe(loop, model=Averaging), ALONE)
+    assert len(kit.sizes) == ROUNDS
 
 
 def test_a_peer_that_leaves_out_what_it_does_not_like():
@@ -644,7 +664,8 @@ class Averaging(nn.Module):
         super().__init__()
         self.net = net()
         generator = torch.Generator().manual_seed(1)
-        self.register_buffer("constant", torch.rand(50, generator=generator).double() / 3)
+        constant = torch.rand(50, generator=generator).double() / 3
+        self.register_buffer("constant", constant.index_fill(0, torch.tensor([1]), -0.0))
         self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
         self.register_buffer("average", torch.zeros(FEATURES, dtype=torch.float64))
         self.register_buffer("fleeting", torch.ones((), dtype=torch.float64), persistent=False)
@@ -664,7 +685,8 @@ def test_buffers_of_all_kinds(speeds):
     *peers, _ = compare(Recipe(usual, model=Averaging), speeds)
     fresh = Averaging()
     for kit in peers:
-        assert torch.equal(kit.model.constant, fresh.constant), "not to the last bit"
+        mine, begun = kit.model.constant, fresh.constant
+        assert torch.equal(mine.view(torch.int64), begun.view(torch.int64)), "not to the last bit"
         assert torch.equal(kit.model.mask, fresh.mask)
         assert int(kit.model.count) == ROUNDS
 
@@ -1086,6 +1108,17 @@ def test_a_raw_data_set_with_a_global_batch(speeds):
     compare(Recipe(usual, data=Points, options={"global_batch": 9}), speeds)
 
 
+def test_what_a_loop_asks_its_loader():
+    def loop(hand, model, optimizer, loader, scheduler):
+        if not hand.alone:
+            assert len(loader) == 3
+            assert len(loader.dataset) == SIZE
+            assert loader.batch_size == BATCH
+        usual(hand, model, optimizer, loader, scheduler)
+
+    compare(Recipe(loop), ALONE)
+
+
 def test_the_order_of_the_samples_themselves(speeds):
     compare(Recipe(usual, data=lambda: DataLoader(Points(), BATCH)), speeds)
 
@@ -1142,9 +1175,12 @@ class Note:
 
 def test_afterwards_all_are_ordinary_objects():
     def loop(hand, model, optimizer, loader, scheduler):
-        usual(hand, model, optimizer, loader, scheduler)
-        # One more schedule, made in the loop: it keeps what it found as optimizer.step.
-        hand.things["late"] = StepLR(optimizer, 1)
+        for batch in loader:
+            body(hand, model, optimizer, batch)
+        for _ in loader:
+            # One more schedule, made where a step would do nothing: it keeps that step.
+            hand.things["late"] = StepLR(optimizer, 1)
+            break
 
     (kit,) = together(Recipe(loop, scheduler=lambda o: StepLR(o, 1, gamma=0.5)))
     (bare,) = together(Recipe(loop))
