@@ -10,6 +10,8 @@ import pytest
 from manyhands.checkpoint.store import Store
 from tests.replica.hands import Hands
 
+pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
+
 
 def reached(number):
     return lambda said: said.get("round", -1) >= number

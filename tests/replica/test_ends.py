@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from manyhands.checkpoint.store import Store
 from tests.replica.hands import Hands
+
+pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
 
 
 def reached(number):

@@ -6,6 +6,8 @@ import pytest
 
 from tests.replica.hands import Hands
 
+pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
+
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
 def test_any_number_of_peers(zygote, url, number):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -15,6 +15,7 @@ from manyhands.core.errors import ManyhandsError
 from manyhands.data.fetch import Fetcher, Request
 from manyhands.data.source import Source
 from manyhands.replica.gradients import Named
+from manyhands.wire.tensors import bytes_of
 
 _SHOWN = 8  # differences that an error lists
 
@@ -57,12 +58,14 @@ def _form(tensor: torch.Tensor) -> str:
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
     """Its class, and the defaults it was made with: schedules may have moved the groups since."""
-    plain = (bool, int, float, str, type(None))
+    plain, defaults = (bool, int, float, str, type(None)), optimizer.defaults
     return {
         "class": type(optimizer).__qualname__,
         "groups": [len(group["params"]) for group in optimizer.param_groups],
-        **{k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)},
-        **{k: list(v) for k, v in optimizer.defaults.items() if isinstance(v, tuple)},
+        **{k: v for k, v in defaults.items() if isinstance(v, plain)},
+        **{
+            k: list(cast("tuple[Any, ...]", v)) for k, v in defaults.items() if isinstance(v, tuple)
+        },
     }
 
 
@@ -90,13 +93,13 @@ def _leaves(value: Any) -> Iterator[bytes]:  # noqa: ANN401
     """What a batch is made of, as bytes; of things that have none, only their kind."""
     if isinstance(value, torch.Tensor):
         yield _form(value).encode()
-        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        yield bytes(bytes_of(value.detach().cpu()))
     elif isinstance(value, Mapping):
-        for key in value:
+        for key, item in cast("Mapping[Any, Any]", value).items():
             yield str(key).encode()
-            yield from _leaves(value[key])
+            yield from _leaves(item)
     elif isinstance(value, list | tuple):
-        for item in value:
+        for item in cast("Sequence[Any]", value):
             yield from _leaves(item)
     elif isinstance(value, str | bytes | bool | int | float):
         yield repr(value).encode()

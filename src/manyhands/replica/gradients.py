@@ -1,7 +1,8 @@
 """Gradients: what a pass contributes to its round, and where the mean of the round is put.
 
-The tensors of a contribution are the gradient of every parameter, then every float buffer. On the
-CPU a gradient is lent to the engine as it is, and the mean is read into the same memory.
+The tensors of a contribution are the gradient of every parameter, then the change of every float
+buffer. On the CPU a gradient is lent to the engine as it is, and the mean is read into the same
+memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from manyhands.core.errors import UsageError
 
@@ -55,11 +56,14 @@ class Gradients:
 
     def __init__(self, model: Module, parameters: Sequence[Named]) -> None:
         self._names = [name for name, _ in parameters]
-        self._parameters: list[Parameter] = [p for _, p in parameters]  # type: ignore[misc]
-        self._buffers = [b for _, b in model.named_buffers() if b.is_floating_point()]
-        self._others = [b for _, b in model.named_buffers() if not b.is_floating_point()]
+        self._parameters = [p for _, p in parameters]
+        self._frozen = [Named(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        slots = [_Slot(*_owner(model, name)) for name, _ in model.named_buffers()]
+        self._buffers = [slot for slot in slots if slot.tensor.is_floating_point()]
+        self._others = [slot for slot in slots if not slot.tensor.is_floating_point()]
         self._held: list[Tensor | None] = [None] * len(self._parameters)
-        self._accumulated = False
+        self._begun = False  # a backward of this pass: what it found in p.grad is held
+        self._means: list[tuple[Tensor, int]] = []  # what is in p.grad, and in which version
         self._lent: list[Tensor] | None = None  # of the round's first pass; the engine reads them
         self._before: list[Tensor] = []  # float buffers as they were when the round began
         self._before_others: list[Tensor] = []
@@ -72,23 +76,32 @@ class Gradients:
     @property
     def like(self) -> list[Tensor]:
         """Tensors of the shape of a contribution."""
-        return [t.detach() for t in (*self._parameters, *self._buffers)]
+        buffers = [slot.tensor for slot in self._buffers]
+        return [t.detach() for t in (*self._parameters, *buffers)]
 
     # -- buffers ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def begin_round(self) -> None:
-        """Buffers are as all peers have them."""
-        self._before = [b.clone() for b in self._buffers]
-        self._before_others = [b.clone() for b in self._others]
+        """Buffers are as all peers have them. Raises UsageError if more is trained than was."""
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise UsageError(
+                    f"{name} did not require a gradient when the run was joined, and does now",
+                    hint="wrap a model with all that will ever be trained, and freeze it after "
+                    "that: what has no gradient is left alone",
+                )
+        self._means.clear()  # the user may have let go of them
+        self._before = [slot.tensor.clone() for slot in self._buffers]
+        self._before_others = [slot.tensor.clone() for slot in self._others]
 
     @torch.no_grad()
     def undo_buffers(self) -> None:
         """Buffers are as they were when the round began."""
-        for b, before in zip(self._buffers, self._before, strict=True):
-            b.copy_(before)
-        for b, before in zip(self._others, self._before_others, strict=True):
-            b.copy_(before)
+        for slot, before in zip(self._buffers, self._before, strict=True):
+            slot.tensor.copy_(before)
+        for slot, before in zip(self._others, self._before_others, strict=True):
+            slot.tensor.copy_(before)
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -97,24 +110,31 @@ class Gradients:
 
         It belongs to the user, who has not stepped yet; the mean will be added to it.
         """
+        if self._begun:
+            return
+        self._begun = True
         for i, p in enumerate(self._parameters):
             self._held[i] = p.grad
             if p.grad is not None:
                 p.grad = None
 
     @torch.no_grad()
-    def contribution(self, factor: float) -> tuple[list[Tensor], list[bool]]:
-        """What this pass gives, times `factor`, and which of it there was anything of.
+    def contribution(self, factor: float, share: float) -> tuple[list[Tensor], list[bool]]:
+        """What this pass gives, and which of it there was anything of: its gradients times
+        `factor`, changes of buffers times `share`.
 
         The gradients are lent: they must stay as they are until the round is committed.
         """
         used = [p.grad is not None for p in self._parameters]
         tensors = [self._lend(i) for i in range(len(self._parameters))]
-        for b, before in zip(self._buffers, self._before, strict=True):
-            used.append(not torch.equal(b, before))
-            tensors.append(b.to("cpu", copy=True).contiguous())
         if factor != 1.0:
             torch._foreach_mul_(tensors, factor)  # pyright: ignore
+        for slot, before in zip(self._buffers, self._before, strict=True):
+            # Not its value: of a constant even the last bit must stay, and it may be infinite.
+            same = slot.tensor == before
+            change = (slot.tensor - before).masked_fill_(same, 0.0).mul_(share)
+            used.append(not bool(same.all()))
+            tensors.append(change.to("cpu", memory_format=torch.contiguous_format))
         if self._lent is None:
             self._lent = tensors
         return tensors, used
@@ -140,6 +160,9 @@ class Gradients:
     @torch.no_grad()
     def undo(self) -> None:
         """A pass that does not close its round: its gradient is in the bank, and reads as zeros."""
+        if not self._begun:
+            return
+        self._begun = False
         for i, p in enumerate(self._parameters):
             held, self._held[i] = self._held[i], None
             if p.grad is not None:
@@ -151,11 +174,11 @@ class Gradients:
     def adopt(self, result: Result, used: Sequence[bool]) -> None:
         """p.grad := the mean over the round, and buffers too; nothing where nobody had any."""
         room = self._lent if self._lent is not None else self._room()
-        self._lent = None
-        self._accumulated = any(held is not None for held in self._held)
+        self._lent, self._begun = None, False
         result.read_into(room)
-        for i, p in enumerate(self._parameters):
-            held, self._held[i] = self._held[i], None
+        helds = self._held.copy()
+        self._held[:] = [None] * len(helds)
+        for i, (p, held) in enumerate(zip(self._parameters, helds, strict=True)):
             if not used[i]:
                 p.grad = held
                 continue
@@ -163,25 +186,40 @@ class Gradients:
             if p.device.type != "cpu":
                 mean = mean.to(p.device, non_blocking=True)
             p.grad = mean if held is None else held.add_(mean)
+        self._means.clear()
+        if not any(held is not None for held in helds):
+            self._means += [(grad, grad._version) for grad in self._grads()]
         first = len(self._parameters)
-        for i, b in enumerate(self._buffers):
-            # One that nobody changed is a constant: a mean of equals may be off in the last bit.
-            b.copy_(room[first + i].view(b.shape) if used[first + i] else self._before[i])
+        for i, slot in enumerate(self._buffers):
+            slot.tensor.copy_(self._before[i])
+            if used[first + i]:
+                slot.tensor.add_(room[first + i].view(slot.tensor.shape).to(slot.tensor.device))
 
-    @property
-    def accumulated(self) -> bool:
-        """Whether p.grad is not the mean alone: the user had not stepped since the one before."""
-        return self._accumulated
+    def are_means(self) -> bool:
+        """Whether p.grad is the mean of the round, and nothing was added or changed since."""
+        grads = self._grads()
+        return len(grads) == len(self._means) and all(
+            grad is mean and grad._version == version
+            for grad, (mean, version) in zip(grads, self._means, strict=True)
+        )
+
+    @torch.no_grad()
+    def norm(self) -> float:
+        """Of p.grad as it is."""
+        return sum(float(grad.double().square().sum()) for grad in self._grads()) ** 0.5
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """p.grad *= factor."""
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        torch._foreach_mul_(grads, factor)  # pyright: ignore
+        torch._foreach_mul_(self._grads(), factor)  # pyright: ignore
 
     def forget(self) -> None:
         """The round starts over: nothing of this peer's is lent to it any more."""
         self._lent = None
+        self._means.clear()
+
+    def _grads(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     def _room(self) -> list[Tensor]:
         """The gradient of a pass without samples is nobody's: its memory takes the mean."""
@@ -190,8 +228,24 @@ class Gradients:
             grad = p.grad
             usable = grad is not None and grad.device.type == "cpu" and grad.is_contiguous()
             room.append(grad.detach() if usable and grad is not None else _empty_like(p))
-        return [*room, *(_empty_like(b) for b in self._buffers)]
+        return [*room, *(_empty_like(slot.tensor) for slot in self._buffers)]
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+class _Slot(NamedTuple):
+    """Where a buffer is. A module may put another tensor there: `self.mean = 0.9 * self.mean`."""
+
+    module: Module
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.module.get_buffer(self.name)
+
+
+def _owner(model: Module, path: str) -> tuple[Module, str]:
+    at, _, name = path.rpartition(".")
+    return model.get_submodule(at), name

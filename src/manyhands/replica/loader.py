@@ -69,6 +69,7 @@ class Loader:
         units: Units,
         fetcher: Fetches,
         num_rounds: int | None,
+        dataset: Any,  # noqa: ANN401
     ) -> None:
         self._replica, self._conductor = replica, conductor
         self._calendar, self._units, self._fetcher = calendar, units, fetcher
@@ -78,6 +79,8 @@ class Loader:
         """Called when an iteration has no more."""
         self.epoch = -1
         """The one that is iterated over."""
+        # What loops ask a DataLoader for, to say how far they are.
+        self.dataset, self.batch_size = dataset, calendar.batch
 
     def __len__(self) -> int:
         """Rounds of an epoch. Iterations may be more: a round can take several."""

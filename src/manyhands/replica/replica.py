@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -58,6 +59,7 @@ class Replica:
         self._scalars, self._gate, self._seed = scalars, gate, seed
         self._batch, self._num_samples = batch, num_samples
         self._undone, self._loss, self._balance = undone, loss, balance
+        self._scaled = any(hasattr(thing, "unscale_") for thing in undone.values())
         self._backward: Backward | None = None
         self._turn: Turn | None = None
         self._dirty = False  # the last turn is to be undone
@@ -126,6 +128,11 @@ class Replica:
         turn, self._turn = self._turn, None
         if turn is None or turn.ended:
             return
+        self._gradients.undo()
+        self._dirty = True
+        if turn.committed is not None and turn.committed.weight == 0.0:
+            self._apply_nothing(turn, turn.committed)
+            return
         if turn.committed is not None:
             turn.committed.result.close()
             raise UsageError(
@@ -134,8 +141,11 @@ class Replica:
                 "multiply its loss by 0 or call run.weight(0) before it",
             )
         committed = self._conductor.close_turn(turn, self._gradients.nothing(), 0.0)
-        self._dirty = True
-        if committed is not None:  # the body that follows it is to step like all others
+        if committed is None:
+            return
+        if committed.weight == 0.0:
+            self._apply_nothing(turn, committed)
+        else:  # the body that follows it is to step like all others
             self._conductor.put_back(committed)
 
     # -- inside a body --------------------------------------------------------------------------
@@ -146,6 +156,8 @@ class Replica:
             raise UsageError(
                 "weight() came after the backward it was for", hint="call it before backward()"
             )
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"a weight of {value} is none", hint="0 or more: samples, tokens")
         self._weight = float(value)
 
     def say(self, name: str, value: float) -> None:
@@ -153,11 +165,11 @@ class Replica:
         turn = self._turn
         if turn is None or turn.task is None:
             return  # no samples: nothing to say of them
-        weight = self._weight_of(turn)
         if turn.ended:
+            weight = self._weight_of(turn)
             self._scalars.say_after(name, value, weight, closed=turn.committed is not None)
         else:
-            self._scalars.say(name, value, weight)
+            self._scalars.say(name, value)
 
     def _weight_of(self, turn: Turn) -> float:
         if turn.task is None:
@@ -196,14 +208,16 @@ class Replica:
         assert turn.task is not None
         self._measure(turn)
         if weight <= 0:
-            self._scalars.end_pass(turn.task.generation, [False] * len(self._gradients.like))
+            unused = [False] * len(self._gradients.like)
+            self._scalars.end_pass(turn.task.generation, 0.0, unused)
             return self._conductor.close_turn(turn, self._gradients.nothing(), 0.0)
         # Sums are of the order of one batch, whatever its size: w / B of a mean.
         whole = float(self._batch(turn.round))
-        factor = (weight if self._loss == "mean" else 1.0) / whole
-        tensors, used = self._gradients.contribution(factor)
-        self._scalars.end_pass(turn.task.generation, used)
-        return self._conductor.close_turn(turn, tensors, weight / whole)
+        share = weight / whole
+        factor = share if self._loss == "mean" else 1.0 / whole
+        tensors, used = self._gradients.contribution(factor, share)
+        self._scalars.end_pass(turn.task.generation, weight, used)
+        return self._conductor.close_turn(turn, tensors, share)
 
     def _apply(self, turn: Turn, committed: Committed) -> None:
         num_tensors = len(self._gradients.like)
@@ -230,10 +244,13 @@ class Replica:
         """Scale p.grad to this norm at most; returns what it was. The same bits everywhere."""
         if self._norm is None:
             return 0.0  # a pass that does not close its round has nothing to clip
-        coefficient = max_norm / (self._norm + 1e-6)
+        # The owners' norm is of the mean. A scaler changes that behind torch's back.
+        known = self._gradients.are_means() and not self._scaled
+        norm = self._norm if known else self._gradients.norm()
+        coefficient = max_norm / (norm + 1e-6)
         if coefficient < 1.0:
             self._gradients.scale(coefficient)
-        return self._norm
+        return norm
 
     # -- small things ---------------------------------------------------------------------------
 

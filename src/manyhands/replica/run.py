@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor
 from torch.nn import Module
@@ -28,6 +28,7 @@ from manyhands.core.peers import PeerId
 from manyhands.core.settings import find_meeting_point
 from manyhands.data.source import Source
 from manyhands.replica.conductor import Event
+from manyhands.replica.keeper import NotSaved, Saved
 from manyhands.replica.scalars import Scalars
 from manyhands.replica.session import Options, Place, Session
 from manyhands.replica.state import Stateful
@@ -145,7 +146,7 @@ class Run:
         return self.roster[:1] == (self._at_work.me,)
 
     @property
-    def events(self) -> Sequence[Event]:
+    def events(self) -> Sequence[Event | Saved | NotSaved]:
         """What has happened to the run, newest last."""
         return self._at_work.events
 
@@ -209,4 +210,4 @@ def _count(text: str) -> int:
 
 
 def _as_list(thing: Any) -> list[Any]:  # noqa: ANN401
-    return list(thing) if isinstance(thing, list | tuple) else [thing]
+    return list(cast("Sequence[Any]", thing)) if isinstance(thing, list | tuple) else [thing]

@@ -68,7 +68,7 @@ class Scalars:
         self._generation = -1
         self._round = -1  # that `used` and `now` are of; `late` is of the one before
         self._used: list[bool] = []
-        self._said: dict[str, Total] = {}  # of the pass under way
+        self._said: dict[str, Total] = {}  # of the pass under way; each counts one, so far
         self._now: dict[str, Total] = {}
         self._late: dict[str, Total] = {}
         self.known: dict[str, tuple[int, float]] = {}  # by name: the newest round, and its mean
@@ -76,12 +76,14 @@ class Scalars:
 
     # -- what is said ---------------------------------------------------------------------------
 
-    def say(self, name: str, value: float, weight: float) -> None:
-        """A mean over the `weight` samples of the pass under way."""
-        _add(self._said, name, Total(value * weight, weight))
+    def say(self, name: str, value: float) -> None:
+        """A mean over the samples of the pass under way."""
+        _add(self._said, name, Total(value, 1.0))
 
     def say_after(self, name: str, value: float, weight: float, *, closed: bool) -> None:
         """The same of a pass whose backward is done. `closed`: its round is, and it comes late."""
+        if weight <= 0:
+            return  # it may be no number
         with self._lock:
             _add(self._late if closed else self._now, name, Total(value * weight, weight))
 
@@ -94,15 +96,16 @@ class Scalars:
                     self._late = {}
                 self._round, self._used, self._now = round_, [], {}
 
-    def end_pass(self, generation: int, used: Sequence[bool]) -> None:
+    def end_pass(self, generation: int, weight: float, used: Sequence[bool]) -> None:
         """It is about to be contributed; what was said of passes that do not count is void."""
         with self._lock:
             if generation != self._generation:
                 self._generation, self._used, self._now = generation, [], {}
             before = self._used or [False] * len(used)
             self._used = [a or b for a, b in zip(before, used, strict=True)]
-            for name, total in self._said.items():
-                _add(self._now, name, total)
+            if weight > 0:
+                for name, (sum_, times) in self._said.items():
+                    _add(self._now, name, Total(sum_ * weight, times * weight))
             self._said = {}
 
     # -- seams of the engine --------------------------------------------------------------------

@@ -149,8 +149,6 @@ class Session:
         self._settings = LinkSettings(terms=_terms(place.lease_s, num_bytes))
         self._link: Link | None = None
         gate = Gate()
-        for thing in (*optimizers, *schedulers):
-            gate.guard(thing, "step")
         self._keeper: Keeper | None = None
         if options.checkpoints is not None:
             self._keeper = Keeper(
@@ -189,13 +187,21 @@ class Session:
         self.replica.between = self._between
         self._fetcher = _fetcher_for(source, place.seed, calendar)
         self.loader = Loader(
-            self.replica, self.conductor, calendar, self._units, self._fetcher, self._num_rounds
+            self.replica,
+            self.conductor,
+            calendar,
+            self._units,
+            self._fetcher,
+            self._num_rounds,
+            source.dataset,
         )
         self.loader.at_end = self._at_end
         self._signals = Signals()
         try:
             self.conductor.begin(self._wait_for_peers)
             self.replica.watch(model, [p for _, p in parameters])
+            for thing in (*optimizers, *schedulers):
+                gate.guard(thing, "step")
         except BaseException:
             self.close()
             raise

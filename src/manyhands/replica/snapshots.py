@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from manyhands.checkpoint.tree import Flat, unflatten
 from manyhands.collectives.messages import Snapshot
@@ -139,7 +140,7 @@ class Snapshots:
         pieces = self._here.pop(_Key(head.number, head.applied, head.chain))
         contents = _read(pieces[0])
         data = memoryview(bytearray().join(pieces[n] for n in range(1, len(pieces))))
-        tensors = []
+        tensors: list[Tensor] = []
         at = 0
         for spec in contents.specs:
             size = num_bytes(spec)
