@@ -1,0 +1,244 @@
+"""Training: the rounds of one training, from the meeting of the trainers to their leaving.
+
+A round is one step: every trainer contributes the gradient of its next line with weight 1, or
+nothing with weight 0 when its chunk has no more lines in this epoch. Chunks are private, so the
+samples that the engine shares out stand for nothing but one line of whoever gets some of them;
+what it asks for after a death, in the same round, is answered with weight 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from manyhands.collectives import messages as m
+from manyhands.collectives.instructions import StopReason
+from manyhands.collectives.mail import Mail
+from manyhands.collectives.outcomes import Committed, Stopped, Task
+from manyhands.collectives.rounds import Rounds
+from manyhands.compat.deepbooster.dataset import Dataset
+from manyhands.compat.deepbooster.errors import TrainingBegun, TrainingBroken
+from manyhands.compat.deepbooster.learner import Learner
+from manyhands.compat.deepbooster.report import Report
+from manyhands.compat.deepbooster.schedule import (
+    Phase,
+    Schedule,
+    Standing,
+    read_note,
+    shorten,
+    write_note,
+    write_standing,
+)
+from manyhands.core.errors import LinkTimeout
+from manyhands.core.peers import PeerState
+from manyhands.links.base import Link
+
+log = logging.getLogger(__name__)
+LEAD_LEASES = 2  # how long the first one waits for those that are on their way in
+JOIN_LEASES = 4  # how long these wait to be taken in
+_LOOK_S = 1.0
+_TICK_S = 0.02
+_SAY_S = 30.0  # how often it is said who is missing
+_BEGUN_HINT = (
+    "its lines are not trained in this run. Wait until the others have ended, then start all "
+    "trainers again"
+)
+
+
+class EarlierRun(Exception):
+    """The last training of these trainers has ended, and some are not out of it yet."""
+
+
+class _Given(NamedTuple):
+    """Where this trainer's values of a round went: they count as long as the generation does."""
+
+    round: int
+    generation: int
+
+
+class Training:
+    """One trainer's part in it. `run` in the user's thread, then `close`."""
+
+    def __init__(
+        self,
+        link: Link,
+        mail: Mail,
+        learner: Learner,
+        dataset: Dataset,
+        *,
+        names: Sequence[str],
+        n_epoch: int,
+    ) -> None:
+        """`names`: the sorted `trainers_queues`; the link's own is among them."""
+        self._link, self._learner, self._dataset = link, learner, dataset
+        self._names = names
+        self._schedule = Schedule(names, n_epoch)
+        self._standing = Standing(
+            place=names.index(link.me.name),
+            lines=len(dataset),
+            chunk=shorten(str(dataset.path), len(names)),
+            settings=learner.settings(n_epoch),
+        )
+        self._given: _Given | None = None
+        self._leaving = False
+        # At least one sample for each member, so that each is asked.
+        self._rounds = Rounds(link, learner.tensors, num_samples=lambda r: len(names), mail=mail)
+        self._rounds.report = self._add_standing
+        self._rounds.note = self._write_note
+
+    def run(self) -> Report:
+        """Until all lines of all trainers that are still there are done in every epoch.
+
+        Raises TrainingBegun, TrainingBroken, EarlierRun, and whatever the user's code does.
+        """
+        self._rounds.start()
+        self._meet()
+        self._rounds.offer_state(0, b"")
+        heard_s = time.monotonic()
+        while True:
+            try:
+                outcome = self._rounds.next(_LOOK_S)
+            except LinkTimeout:
+                self._check_patience(time.monotonic() - heard_s)
+                continue
+            match outcome:
+                case Task():
+                    self._contribute(outcome)
+                case Committed():
+                    self._take(outcome)
+                case Stopped():
+                    return self._end(outcome)
+                case _:
+                    pass  # what becomes of an attempt is the engine's matter
+            heard_s = time.monotonic()
+
+    def close(self) -> None:
+        """Leave at once, if it is not over. The link is closed, too."""
+        self._link.close()  # first: then nothing is waited for
+        self._rounds.close()
+
+    # -- the beginning ----------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Wait until all trainers are here, or the first of them has begun since they were."""
+        said_s = time.monotonic()
+        while True:
+            view = self._rounds.view
+            if view is not None:
+                me = view.member(self._link.me.incarnation)
+                if view.over:
+                    raise EarlierRun
+                if view.founder is None:
+                    if me is None or view.cut < me.since:
+                        raise self._too_late()
+                    return
+                here = {peer.name for peer in view.peers()}
+                missing = [name for name in self._names if name not in here]
+                if not missing:
+                    return
+                if time.monotonic() - said_s > _SAY_S:
+                    said_s = time.monotonic()
+                    log.warning("waiting for %s: started and ignited?", ", ".join(missing))
+            time.sleep(_TICK_S)  # a view is no outcome, so there is no event
+
+    def _await_newcomers(self) -> None:
+        deadline = time.monotonic() + LEAD_LEASES * self._link.terms.lease_s
+        while not self._is_gathered() and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+
+    def _is_gathered(self) -> bool:
+        """Whether all that are here take part; who is not here by now comes too late."""
+        view = self._rounds.view
+        return view is not None and not view.peers(PeerState.WATCHING)
+
+    def _check_patience(self, silent_s: float) -> None:
+        beginning = self._schedule.phase in (Phase.GATHER, Phase.INTRODUCE)
+        if beginning and silent_s > JOIN_LEASES * self._link.terms.lease_s:
+            raise self._too_late()
+
+    def _too_late(self) -> TrainingBegun:
+        name = self._link.me.name
+        return TrainingBegun(f"the others have begun without trainer {name}", hint=_BEGUN_HINT)
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    def _contribute(self, task: Task) -> None:
+        # Asked again in the same round: after a death, for what is not ours; or everything that
+        # was computed was dropped (another generation), and the line must not be lost.
+        again = self._given is not None and self._given.round == task.round
+        counts = again and self._given == _Given(task.round, task.generation)
+        gives = not counts and self._gives(task, again=again)
+        if gives:
+            self._given = _Given(task.round, task.generation)
+        self._rounds.contribute(task, self._learner.tensors, weight=float(gives))
+
+    def _gives(self, task: Task, *, again: bool) -> bool:
+        """Whether this trainer has values for the round; then they are in the learner's tensors."""
+        schedule = self._schedule
+        match schedule.phase:
+            case Phase.GATHER:
+                # In round 0 nobody else can be in yet: it is what they know the run by.
+                if task.round > 0 and self._rounds.members[:1] == (self._link.me.incarnation,):
+                    self._await_newcomers()
+                return False
+            case Phase.EQUALIZE:
+                if schedule.source != self._standing.place:
+                    return False
+                self._learner.show_weights()
+                return True
+            case Phase.TRAIN:
+                if schedule.step >= len(self._dataset):
+                    return False
+                if not again:
+                    used = self._learner.compute(*self._dataset[schedule.step])
+                    self._standing = msgspec.structs.replace(self._standing, used=used)
+                return True
+            case Phase.INTRODUCE | Phase.DONE:
+                return False
+
+    def _take(self, committed: Committed) -> None:
+        schedule, phase, epoch = self._schedule, self._schedule.phase, self._schedule.epoch
+        note = read_note(committed.sums[0].notes)
+        try:
+            if committed.weight > 0:
+                committed.result.read_into(self._learner.tensors)
+        finally:
+            committed.result.close()
+        self._standing = msgspec.structs.replace(self._standing, used=b"")
+        if committed.weight > 0 and phase is Phase.EQUALIZE:
+            self._learner.take_weights()
+        elif committed.weight > 0 and phase is Phase.TRAIN:
+            self._learner.step(note.used)
+        for news in schedule.advance(note, committed.weight):
+            log.warning("%s", news)
+        if schedule.epoch > epoch:
+            log.info("epoch %d is done, %d steps in all", schedule.epoch, schedule.report.steps)
+        if schedule.phase is Phase.DONE and not self._leaving:
+            self._leaving = True
+            self._rounds.leave()
+
+    def _end(self, stopped: Stopped) -> Report:
+        schedule = self._schedule
+        if schedule.phase is Phase.DONE and stopped.reason in (
+            *(StopReason.LEFT, StopReason.FINISHED, StopReason.OVER),
+        ):
+            return schedule.report
+        if schedule.phase is Phase.GATHER and stopped.reason is StopReason.OVER:
+            raise EarlierRun
+        raise TrainingBroken(
+            f"trainer {self._link.me.name} is out in epoch {schedule.epoch + 1}, line "
+            f"{schedule.step + 1}: {stopped.text}",
+            hint="the others go on without it; its model has the state of the last step it took",
+        ) from stopped.error
+
+    # -- what all know ----------------------------------------------------------------------------
+
+    def _add_standing(self, report: m.SelfReport) -> m.SelfReport:
+        return msgspec.structs.replace(report, scalars=write_standing(self._standing))
+
+    def _write_note(self, parts: Sequence[m.Part]) -> bytes:
+        return write_note(parts, gathered=self._is_gathered())
