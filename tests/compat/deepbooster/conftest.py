@@ -15,7 +15,10 @@ def context():
     """Starts before the leak check of the first test that uses it looks at processes."""
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(["tests.compat.deepbooster.program"])
-    forkserver.ensure_running()
+    loaded = made.Process()  # does nothing, and is there once torch is
+    loaded.start()
+    loaded.join()
+    loaded.close()
     yield made
     forkserver._forkserver._stop()
 

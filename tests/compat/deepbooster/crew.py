@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -48,15 +49,6 @@ class Process:
 
     def go(self) -> None:
         self._pipe.send("go")
-
-    def wait_in_log(self, text: str) -> None:
-        """Until the log has this."""
-        pause = multiprocessing.Event()
-        for _ in range(int(PATIENCE_S / 0.02)):
-            if text in self.log:
-                return
-            pause.wait(0.02)  # a log is no event
-        raise AssertionError(self.report())
 
     @property
     def log(self) -> str:
@@ -161,7 +153,7 @@ def train_alone(
                 here = [c for k, c in enumerate(chunks) if step < until.get(k, 1 << 30)]
                 if line >= max(map(len, here)):
                     break
-                given = [c[line] for c in here if line < len(c)]
+                given = [c[line] for c in here if line < len(c) and c[line] is not None]
                 optimizer.zero_grad()
                 if given:
                     losses = [criterion(net(torch.Tensor(x)), torch.Tensor(y)) for x, y in given]
@@ -171,13 +163,14 @@ def train_alone(
     return program.weights_of(net)
 
 
-class default_double:  # noqa: N801
-    def __enter__(self):
-        self._before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-
-    def __exit__(self, *details):
-        torch.set_default_dtype(self._before)
+@contextmanager
+def default_double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def check_close(weights: dict, expected: dict) -> None:

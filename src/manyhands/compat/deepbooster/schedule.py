@@ -111,6 +111,7 @@ class Schedule:
         self.phase = Phase.GATHER
         self.present: dict[int, Standing] = {}
         self.epoch = self.step = 0  # the step of the epoch is the line that each trainer does
+        self.fault: TrainingBroken | None = None  # why they cannot train; then they are DONE, too
         self._steps = 0
         self._lost: list[Lost] = []
         self._skipped: list[Skipped] = []
@@ -131,10 +132,7 @@ class Schedule:
         )
 
     def advance(self, note: Note, weight: float) -> list[Lost | Skipped]:
-        """A round is committed; what is to be reported of it.
-
-        Raises TrainingBroken if the trainers do not fit together.
-        """
+        """A round is committed; what is to be reported of it."""
         news: list[Lost | Skipped] = []
         match self.phase:
             case Phase.GATHER:
@@ -142,10 +140,10 @@ class Schedule:
                     self.phase = Phase.INTRODUCE
             case Phase.INTRODUCE:
                 self.present = {one.place: one for one in note.standings}
-                self._check_settings()
                 absent = [n for p, n in enumerate(self._names) if p not in self.present]
                 news += [Lost(name, "", None, 0, 0) for name in absent]
-                self.phase = Phase.EQUALIZE
+                self.fault = self._compare_settings()
+                self.phase = Phase.EQUALIZE if self.fault is None else Phase.DONE
             case Phase.EQUALIZE:
                 news += self._find_lost(note)
                 if weight > 0:  # else the one who should have given its weights is gone
@@ -195,14 +193,15 @@ class Schedule:
             if self.step < one.lines and place not in note.counted
         ]
 
-    def _check_settings(self) -> None:
+    def _compare_settings(self) -> TrainingBroken | None:
+        """All of them find the same, and leave together: none may be taken for one that died."""
         first = self.present[self.source].settings
         odd = [self._names[p] for p, one in self.present.items() if one.settings != first]
-        if odd:
-            raise TrainingBroken(
-                f"{', '.join(odd)} cannot train with {self._names[self.source]}: their settings "
-                "differ",
-                hint="all trainers need the same n_epoch, the same names, shapes and dtypes of "
-                "parameters, equal values of those that are not trained, and the same optimizer "
-                "with the same options and state",
-            )
+        if not odd:
+            return None
+        return TrainingBroken(
+            f"{', '.join(odd)} cannot train with {self._names[self.source]}: their settings differ",
+            hint="all trainers need the same n_epoch, the same names, shapes and dtypes of "
+            "parameters, equal values of those that are not trained, and the same optimizer with "
+            "the same options and the same kind of state",
+        )

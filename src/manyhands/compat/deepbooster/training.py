@@ -43,6 +43,7 @@ JOIN_LEASES = 4  # how long these wait to be taken in
 _LOOK_S = 1.0
 _TICK_S = 0.02
 _SAY_S = 30.0  # how often it is said who is missing
+_GOOD_ENDS = (StopReason.LEFT, StopReason.FINISHED, StopReason.OVER)
 _BEGUN_HINT = (
     "its lines are not trained in this run. Wait until the others have ended, then start all "
     "trainers again"
@@ -133,7 +134,7 @@ class Training:
                 if view.over:
                     raise EarlierRun
                 if view.founder is None:
-                    if me is None or view.cut < me.since:
+                    if me is None or view.cut <= me.since:  # coming back is a cut by itself
                         raise self._too_late()
                     return
                 here = {peer.name for peer in view.peers()}
@@ -223,9 +224,9 @@ class Training:
 
     def _end(self, stopped: Stopped) -> Report:
         schedule = self._schedule
-        if schedule.phase is Phase.DONE and stopped.reason in (
-            *(StopReason.LEFT, StopReason.FINISHED, StopReason.OVER),
-        ):
+        if schedule.phase is Phase.DONE and stopped.reason in _GOOD_ENDS:
+            if schedule.fault is not None:
+                raise schedule.fault
             return schedule.report
         if schedule.phase is Phase.GATHER and stopped.reason is StopReason.OVER:
             raise EarlierRun
