@@ -20,6 +20,10 @@ ROOT = Path(__file__).parent.parent
 MAY_LOAD_TORCH = (
     *("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer"),
     *(
+        f"manyhands.compat.deepbooster.{name}"
+        for name in ("dataset", "learner", "trainer", "training")
+    ),
+    *(
         f"manyhands.collectives.{name}"
         for name in (
             *("adder", "backend.arguments", "backend.buffers", "backend.exchange"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ def broker_address(url: str) -> AmqpAddress:
         warnings.warn(
             f"amqp:// to {address.host} sends the password, and all gradients, in the clear: "
             "whoever is on the way can read and change them. Use amqps:// if the broker has TLS",
-            stacklevel=4,  # whoever made the Trainer or Launcher
+            stacklevel=3,  # whoever makes the Trainer or Launcher
         )
     return replace(address, run=None)
 

@@ -161,6 +161,10 @@ class Schedule:
         self._skipped += [one for one in news if isinstance(one, Skipped)]
         return news
 
+    def untrained(self, lines: int) -> int:
+        """How many lines of such a chunk are still to come, in this epoch and the later ones."""
+        return max(0, lines - self.step) + lines * (self._n_epoch - self.epoch - 1)
+
     def _turn_epoch(self) -> None:
         longest = max(one.lines for one in self.present.values())
         if longest == 0:
@@ -179,7 +183,7 @@ class Schedule:
             Lost(
                 self._names[place],
                 one.chunk,
-                max(0, one.lines - self.step) + one.lines * (self._n_epoch - self.epoch - 1),
+                self.untrained(one.lines),
                 self.epoch,
                 self.step,
             )

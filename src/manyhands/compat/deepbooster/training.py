@@ -230,11 +230,15 @@ class Training:
             return schedule.report
         if schedule.phase is Phase.GATHER and stopped.reason is StopReason.OVER:
             raise EarlierRun
+        left = "" if schedule.phase is Phase.DONE else f", with {self._untrained()} lines to come"
+        why = stopped.text if stopped.error is None else stopped.error.message
         raise TrainingBroken(
-            f"trainer {self._link.me.name} is out in epoch {schedule.epoch + 1}, line "
-            f"{schedule.step + 1}: {stopped.text}",
-            hint="the others go on without it; its model has the state of the last step it took",
+            f"trainer {self._link.me.name} is out in epoch {schedule.epoch + 1}{left}: {why}",
+            hint="others may go on without it; its model has the state of the last step it took",
         ) from stopped.error
+
+    def _untrained(self) -> int:
+        return self._schedule.untrained(len(self._dataset))
 
     # -- what all know ----------------------------------------------------------------------------
 
