@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -33,14 +35,15 @@ from manyhands.compat.deepbooster.schedule import (
     write_note,
     write_standing,
 )
-from manyhands.core.errors import LinkTimeout
-from manyhands.core.peers import PeerState
+from manyhands.core.errors import LinkTimeout, UsageError
+from manyhands.core.peers import PeerId, PeerState, View
 from manyhands.links.base import Link
 
 log = logging.getLogger(__name__)
-LEAD_LEASES = 2  # how long the first one waits for those that are on their way in
-JOIN_LEASES = 4  # how long these wait to be taken in
-_LOOK_S = 1.0
+JOIN_LEASES = 4  # how long a newcomer waits to be let in
+_IN_TIME, _LATE = b"\x01", b"\x00"
+_GATHER_S = 0.1  # of each round while some are on their way in
+_LOOK_S = 0.5
 _TICK_S = 0.02
 _SAY_S = 30.0  # how often it is said who is missing
 _GOOD_ENDS = (StopReason.LEFT, StopReason.FINISHED, StopReason.OVER)
@@ -59,6 +62,40 @@ class _Given(NamedTuple):
 
     round: int
     generation: int
+
+
+class _Door:
+    """The engine's `State`: how newcomers are let in, or told that they are late.
+
+    Until all are gathered nothing has been trained, so the state that a newcomer needs is empty:
+    one byte, which says whether it is in time.
+    """
+
+    def __init__(self) -> None:
+        self.is_late = False
+        self.let_in: Callable[[PeerId, m.Snapshot], None] | None = None
+        self._due: deque[tuple[m.Snapshot, PeerId]] = deque()
+
+    def give(self, head: m.Snapshot, to: PeerId) -> None:
+        self._due.append((head, to))
+
+    def arrived(self, sender: PeerId, head: m.Snapshot, buffers: Sequence[memoryview]) -> None:
+        if b"".join(buffers) == _IN_TIME:
+            assert self.let_in is not None
+            self.let_in(sender, head)
+        else:
+            self.is_late = True
+
+    def take(self, head: m.Snapshot) -> None:
+        pass
+
+    def drop(self, reason: str) -> None:
+        pass
+
+    def answer(self, rounds: Rounds, *, in_time: bool) -> None:
+        """In the user's thread, after a round: to those who have asked for the state after it."""
+        while self._due:
+            rounds.send_snapshot(*self._due.popleft(), [memoryview(_IN_TIME if in_time else _LATE)])
 
 
 class Training:
@@ -87,7 +124,15 @@ class Training:
         self._given: _Given | None = None
         self._leaving = False
         # At least one sample for each member, so that each is asked.
-        self._rounds = Rounds(link, learner.tensors, num_samples=lambda r: len(names), mail=mail)
+        self._door = _Door()
+        self._rounds = Rounds(
+            link,
+            learner.tensors,
+            num_samples=lambda r: len(names),
+            state=self._door,
+            mail=mail,
+        )
+        self._door.let_in = self._rounds.snapshot_arrived
         self._rounds.report = self._add_standing
         self._rounds.note = self._write_note
 
@@ -98,13 +143,12 @@ class Training:
         """
         self._rounds.start()
         self._meet()
-        self._rounds.offer_state(0, b"")
         heard_s = time.monotonic()
         while True:
             try:
                 outcome = self._rounds.next(_LOOK_S)
             except LinkTimeout:
-                self._check_patience(time.monotonic() - heard_s)
+                self._look_around(time.monotonic() - heard_s)
                 continue
             match outcome:
                 case Task():
@@ -130,24 +174,33 @@ class Training:
         while True:
             view = self._rounds.view
             if view is not None:
-                me = view.member(self._link.me.incarnation)
                 if view.over:
                     raise EarlierRun
-                if view.founder is None:
+                if view.peers(PeerState.ACTIVE, PeerState.LEAVING):
+                    me = view.member(self._link.me.incarnation)
                     if me is None or view.cut <= me.since:  # coming back is a cut by itself
                         raise self._too_late()
                     return
                 here = {peer.name for peer in view.peers()}
                 missing = [name for name in self._names if name not in here]
                 if not missing:
+                    self._maybe_found(view)
                     return
                 if time.monotonic() - said_s > _SAY_S:
                     said_s = time.monotonic()
                     log.warning("waiting for %s: started and ignited?", ", ".join(missing))
             time.sleep(_TICK_S)  # a view is no outcome, so there is no event
 
+    def _maybe_found(self, view: View) -> None:
+        """The first of the roster begins; the others ask it in."""
+        first = view.peers()[:1] == (self._link.me,)
+        if first and not view.peers(PeerState.ACTIVE, PeerState.LEAVING):
+            with suppress(UsageError):  # one who has begun, and died, has let this one in
+                self._rounds.offer_state(0, b"")
+
     def _await_newcomers(self) -> None:
-        deadline = time.monotonic() + LEAD_LEASES * self._link.terms.lease_s
+        """For a moment: to be let in takes rounds."""
+        deadline = time.monotonic() + _GATHER_S
         while not self._is_gathered() and time.monotonic() < deadline:
             time.sleep(_TICK_S)
 
@@ -156,10 +209,14 @@ class Training:
         view = self._rounds.view
         return view is not None and not view.peers(PeerState.WATCHING)
 
-    def _check_patience(self, silent_s: float) -> None:
-        beginning = self._schedule.phase in (Phase.GATHER, Phase.INTRODUCE)
-        if beginning and silent_s > JOIN_LEASES * self._link.terms.lease_s:
+    def _look_around(self, silent_s: float) -> None:
+        """While nothing is heard."""
+        if self._schedule.phase is not Phase.GATHER:
+            return
+        if self._door.is_late or silent_s > JOIN_LEASES * self._link.terms.lease_s:
             raise self._too_late()
+        if self._rounds.view is not None:
+            self._maybe_found(self._rounds.view)  # the one who should have begun may be gone
 
     def _too_late(self) -> TrainingBegun:
         name = self._link.me.name
@@ -172,18 +229,17 @@ class Training:
         # was computed was dropped (another generation), and the line must not be lost.
         again = self._given is not None and self._given.round == task.round
         counts = again and self._given == _Given(task.round, task.generation)
-        gives = not counts and self._gives(task, again=again)
+        gives = not counts and self._gives(again=again)
         if gives:
             self._given = _Given(task.round, task.generation)
         self._rounds.contribute(task, self._learner.tensors, weight=float(gives))
 
-    def _gives(self, task: Task, *, again: bool) -> bool:
+    def _gives(self, *, again: bool) -> bool:
         """Whether this trainer has values for the round; then they are in the learner's tensors."""
         schedule = self._schedule
         match schedule.phase:
             case Phase.GATHER:
-                # In round 0 nobody else can be in yet: it is what they know the run by.
-                if task.round > 0 and self._rounds.members[:1] == (self._link.me.incarnation,):
+                if self._rounds.members[:1] == (self._link.me.incarnation,):
                     self._await_newcomers()
                 return False
             case Phase.EQUALIZE:
@@ -216,6 +272,9 @@ class Training:
             self._learner.step(note.used)
         for news in schedule.advance(note, committed.weight):
             log.warning("%s", news)
+        self._door.answer(self._rounds, in_time=schedule.phase is Phase.GATHER)
+        if schedule.present and self._standing.place not in schedule.present:
+            raise self._too_late()  # let in, but only after the others had counted who is here
         if schedule.epoch > epoch:
             log.info("epoch %d is done, %d steps in all", schedule.epoch, schedule.report.steps)
         if schedule.phase is Phase.DONE and not self._leaving:
