@@ -21,6 +21,10 @@ MAY_LOAD_TORCH = (
     *("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer"),
     *("manyhands.checkpoint.", "manyhands.data."),
     *(
+        f"manyhands.compat.deepbooster.{name}"
+        for name in ("dataset", "learner", "trainer", "training")
+    ),
+    *(
         f"manyhands.collectives.{name}"
         for name in (
             *("adder", "backend.arguments", "backend.buffers", "backend.exchange"),

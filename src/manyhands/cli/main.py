@@ -44,6 +44,10 @@ COMMANDS: Mapping[str, Command] = {
         module="manyhands.cli.doctor",
         help="Everything that could go wrong, measured, with remedies.",
     ),
+    "queues": Command(
+        module="manyhands.cli.queues",
+        help="Make, purge and look at the queues that DeepBooster's trainers use.",
+    ),
 }
 """Every command by name, in the order of the overview."""
 

@@ -1,0 +1,1 @@
+"""The interfaces of the projects that manyhands descends from, on its own engine."""

@@ -1,0 +1,92 @@
+"""What a trainer refuses before it dials anything; the warning about brokers without TLS."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.compat import deepbooster
+from manyhands.compat.deepbooster.schedule import shorten
+from manyhands.core.errors import AddressError, UsageError
+
+
+def trainer(**changed):
+    model = nn.Linear(2, 1)
+    given = {
+        "model": model,
+        "criterion": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), lr=0.01),
+        "device": torch.device("cpu"),
+        "n_epoch": 1,
+        "ignition_queue": "start_1",
+        "my_queue": "test1",
+        "trainers_queues": ["test1", "test2"],
+        "url_parameters": "amqp://user:secret@127.0.0.1:5672",
+        "chunk_path": "./chunk1.jsonl",
+        "transformer": torch.Tensor,
+        "apply_transformer_to_label": True,
+    }
+    return deepbooster.Trainer(**given | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"my_queue": "test3"}, "not among trainers_queues"),
+        ({"trainers_queues": ["test1", "test1"]}, "comes twice"),
+        ({"ignition_queue": "test2"}, "needs two queues"),
+        ({"ignition_queue": "amq.topic"}, "broker's own"),
+        ({"my_queue": "", "trainers_queues": [""]}, "cannot name a queue"),
+        ({"n_epoch": 0}, "at least 1"),
+        ({"model": nn.Linear(2, 1).requires_grad_(False)}, None),
+        ({"url_parameters": "hub://127.0.0.1/run"}, "is no broker"),
+    ],
+)
+def test_what_cannot_be(changed, text):
+    if text is None:  # what is trained is what the optimizer has, wherever it is
+        trainer(**changed)
+        return
+    with pytest.raises(UsageError, match=text):
+        trainer(**changed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda"), "cuda:7"])
+def test_a_gpu_that_is_not_there(device):
+    with pytest.raises(deepbooster.DeviceMissing, match="is not on this machine") as caught:
+        trainer(device=device)
+    assert "device='cpu'" in caught.value.hint
+
+
+def test_a_broker_without_tls_elsewhere_is_warned_of():
+    with pytest.warns(UserWarning, match="in the clear.*amqps://") as caught:
+        trainer(url_parameters="amqp://user:secret@35.222.31.138:5672")
+    assert "secret" not in str(caught[0].message)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["amqps://user:secret@35.222.31.138", "amqp://user:secret@localhost:5672/vhost"],
+)
+def test_others_are_not(url):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(url_parameters=url)
+
+
+def test_a_bad_address_shows_no_password():
+    with pytest.raises(AddressError) as caught:
+        trainer(url_parameters="amqp://user:se/cr/et@127.0.0.1:port")
+    assert "cr" not in str(caught.value).replace("characters", "")
+
+
+@pytest.mark.parametrize("num", [1, 3, 100, 200])
+def test_paths_of_all_trainers_fit_into_a_note(num):
+    short = shorten("/ä" * 500 + "/chunk.jsonl", num)
+    assert short.endswith(".jsonl")
+    assert len(short.encode()) * num <= 9000
