@@ -77,7 +77,8 @@ class _Door:
         self._due: deque[tuple[m.Snapshot, PeerId]] = deque()
 
     def give(self, head: m.Snapshot, to: PeerId) -> None:
-        self._due.append((head, to))
+        if head.place == 0:  # one donor's word is enough
+            self._due.append((head, to))
 
     def arrived(self, sender: PeerId, head: m.Snapshot, buffers: Sequence[memoryview]) -> None:
         if b"".join(buffers) == _IN_TIME:
@@ -85,12 +86,6 @@ class _Door:
             self.let_in(sender, head)
         else:
             self.is_late = True
-
-    def take(self, head: m.Snapshot) -> None:
-        pass
-
-    def drop(self, reason: str) -> None:
-        pass
 
     def answer(self, rounds: Rounds, *, in_time: bool) -> None:
         """In the user's thread, after a round: to those who have asked for the state after it."""
@@ -301,7 +296,7 @@ class Training:
 
     # -- what all know ----------------------------------------------------------------------------
 
-    def _add_standing(self, report: m.SelfReport) -> m.SelfReport:
+    def _add_standing(self, round_: int, report: m.SelfReport) -> m.SelfReport:
         return msgspec.structs.replace(report, scalars=write_standing(self._standing))
 
     def _write_note(self, parts: Sequence[m.Part]) -> bytes:
