@@ -50,7 +50,9 @@ def test_whose_loop_ends_early_leaves(zygote, url):
         hands.finish(third)
 
 
-def test_who_comes_too_late_is_told(zygote, url):
+def test_who_comes_too_late_is_told(zygote, hub):
+    """By a hub: a broker has no memory of a run whose peers are all gone."""
+    url = f"{hub.address}?insecure=1"
     with Hands(zygote, url) as hands:
         hands.start(2)
         hands.finish()
@@ -67,3 +69,12 @@ def test_killed_while_it_leaves(zygote, url):
         second.kill()
         assert second.wait() == -signal.SIGKILL
         hands.finish(second)
+
+
+def test_a_run_whose_state_is_lost_is_not_begun_anew_in_silence(zygote, hub):
+    with Hands(zygote, f"{hub.address}?insecure=1") as hands:
+        hands.join().until(reached(3))
+        hands.kill()
+        another = hands.join()
+        assert another.wait() == 1
+        assert "had a state, and nobody has it any more" in another.report()

@@ -185,7 +185,7 @@ class Cutting(Attempt):
                 self._stop_over()
                 return
             self.generation = self.cut
-            self._emit(Generation(self.cut, self.applied))
+            self._emit(Generation(self.cut, self.applied, self.founded))
         if self.me not in settlement.members or self.asked & settlement.quarantine:
             self._drop_bank()
         self.quarantine = settlement.quarantine

@@ -186,11 +186,13 @@ class Settled:
 class Generation:
     """No member was left: this peer and other followers go on from `applied` rounds.
 
-    What the members had committed after that is lost, at most the rounds this peer had not seen.
+    What the members had committed after that is lost, at most the rounds this peer had not seen;
+    or all of it, if it goes on from a state of its `own` that nobody has confirmed.
     """
 
     cut: ViewNumber
     applied: int
+    own: bool = False
 
 
 class StopReason(enum.Enum):

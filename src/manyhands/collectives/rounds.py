@@ -27,7 +27,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import msgspec
 from torch import Tensor
@@ -44,6 +43,7 @@ from manyhands.collectives.layout import Layout
 from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.mail import Mail
 from manyhands.collectives.outcomes import Committed, Outcome, State, Stopped, Task
+from manyhands.collectives.outlook import Outlook
 from manyhands.collectives.passes import Pass
 from manyhands.collectives.pool import Block
 from manyhands.collectives.post import AHEAD_BYTES, Post
@@ -52,17 +52,16 @@ from manyhands.collectives.results import Result, digest_of, form_of
 from manyhands.collectives.shelf import Shelf
 from manyhands.collectives.standing import Course
 from manyhands.collectives.threads import start_thread
+from manyhands.collectives.words import Words
 from manyhands.core.errors import (
     Excluded,
-    LinkError,
     LinkTimeout,
     ManyhandsError,
     UsageError,
     WireError,
 )
-from manyhands.core.peers import PeerId, PeerState, View, ViewNumber
+from manyhands.core.peers import PeerId, View, ViewNumber
 from manyhands.links.base import DEFAULT_TIMEOUT_S, Delivery, Gap, Link
-from manyhands.links.messages import Gone, Leaving, Ready, Resign
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +114,19 @@ class Rounds:
         self._lock = threading.RLock()  # guards the machine and everything below
         self._news = threading.Condition(self._lock)
         self._outcomes: deque[Outcome] = deque()
+        self.outlook = Outlook(
+            self._news,
+            self._machine,
+            self._shelf,
+            lambda: self._outcomes[0] if self._outcomes else None,
+        )
         self._attempt: i.Begin | None = None
         self._sent: set[int] = set()  # parts of this attempt that went before they were asked for
         self._early: Pass | None = None
         self._stopped = False
         self._errands = Errands(f"errands {link.me}", self._fail)
         self._courier = Courier(link, self._fail)
+        self._words = Words(link, self._errands, self._courier, self._is_ended, self._heard)
         self._aside = Courier(link, self._fail, skip_s=link.terms.lease_s)
         part_bytes = link.terms.part_bytes
         self._post = Post(
@@ -203,48 +209,6 @@ class Rounds:
                 if opened.weight > 0:
                     self._bank.lend(opened.flats, opened.weight)
                 self._feed(e.Computed(opened.task.round, opened.ranges))
-
-    def wait_for_view(
-        self, enough: Callable[[View], bool], timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> View:
-        """The first view from now on that is. Raises LinkTimeout, or what ended the link."""
-        with self._news:
-            self._news.wait_for(
-                lambda: self._stopped or (self.view is not None and enough(self.view)), timeout_s
-            )
-            if self.view is not None and enough(self.view):
-                return self.view
-            if self._stopped and isinstance(self._outcomes[0], Stopped):
-                raise self._outcomes[0].error or ManyhandsError(self._outcomes[0].text)
-        raise LinkTimeout("view that was waited for", timeout_s)
-
-    def wait_for_news(self, timeout_s: float) -> None:
-        """Until a view or a contribution has come, or an outcome is there."""
-        with self._news:
-            if not self._outcomes:
-                self._news.wait(timeout_s)
-
-    @property
-    def owns(self) -> bool:
-        """Whether this peer adds up a part of the round under way, and so sees who gives to it."""
-        begin = self._attempt
-        if begin is None or self._me not in begin.members:
-            return False
-        return begin.members.index(self._me) < self.layout.num_parts
-
-    @property
-    def given(self) -> bool:
-        """Whether somebody who does not leave has contributed to the attempt under way."""
-        with self._lock:
-            begin, states = self._attempt, self._machine.states
-            if begin is None:
-                return False
-            return any(
-                (key.round, key.attempt) == (begin.round, begin.attempt)
-                and key.sender != self._me
-                and states.get(key.sender) is PeerState.ACTIVE
-                for key in self._shelf.parts
-            )
 
     def abort(self, error: ManyhandsError) -> None:
         """This peer cannot go on: `next` says Stopped with this error."""
@@ -346,9 +310,9 @@ class Rounds:
                 self._clear_bank()
                 self._tell(instruction)
             case i.Tell():
-                self._say(instruction.word)
+                self._words.say(instruction.word)
             case i.ConfirmLease():
-                self._errands.run(self._confirm, instruction, time.monotonic())
+                self._words.confirm(instruction)
             case i.TakeState() | i.Retry() | i.Settled() | i.Generation():
                 self._tell(instruction)
             case i.Stop():  # once its last word is said
@@ -358,36 +322,6 @@ class Rounds:
     def _tell(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
         self._news.notify_all()
-
-    def _say(self, word: Ready | Leaving | Gone | Resign) -> None:
-        if isinstance(word, Gone | Resign):
-            self._errands.run(self._say_last, word)
-            return
-        try:
-            self._link.tell(word)
-        except ManyhandsError as error:
-            self._fail(error)
-
-    def _say_last(self, word: Gone | Resign) -> None:
-        """After it nothing of this peer's reaches anybody, and what it has posted is owed.
-
-        The last results of a round that it has committed may be among that.
-        """
-        patience_s = self._link.terms.lease_s
-        with suppress(LinkError):  # the engine stops anyway, for the reason that it gives
-            self._courier.drain(patience_s)
-            self._link.flush(patience_s)
-            self._link.tell(word)
-
-    def _confirm(self, wanted: i.ConfirmLease, asked_s: float) -> None:
-        while not (self._stopped or self._machine.stopped):
-            try:
-                self._link.renew_lease(_TICK_S)
-            except LinkTimeout:
-                if self._link.lease_start_s() <= asked_s:
-                    continue  # not answered yet; the answer to any beat since then will do
-            self._feed(e.LeaseConfirmed(wanted.round, wanted.attempt))
-            return
 
     def _begin(self, begin: i.Begin) -> None:
         cut = begin.attempt.cut
@@ -427,6 +361,15 @@ class Rounds:
             if not self._stopped:
                 self._stopped = True
                 self._tell(last)
+
+    def _is_ended(self) -> bool:
+        return self._stopped or self._machine.stopped
+
+    def _heard(self, word: e.Event | ManyhandsError) -> None:
+        if isinstance(word, ManyhandsError):
+            self._fail(word)
+        else:
+            self._feed(word)
 
     def _fail(self, error: ManyhandsError) -> None:
         if self._machine.stopped:

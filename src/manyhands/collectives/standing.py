@@ -106,6 +106,7 @@ class Standing(ABC):
         self.based = False  # has a state
         self.trusted = False  # and knows that it is one of the run's
         self.brought = False  # the state is its own, not a snapshot
+        self.founded = False  # and the run starts from it
         self.applied: int = 0  # rounds committed
         self.chain: bytes = b""
         self.previous: bytes = b""  # the chain one round earlier
@@ -204,7 +205,7 @@ class Standing(ABC):
         In a run that is new it is a member from the start. In one that had state and lost it, it
         takes over like any follower, which is reported.
         """
-        self.trusted = True
+        self.trusted = self.founded = True
         # The state may be the last one of an earlier run: its numbers mean nothing here, and what
         # its members had planned, say to leave, they do not any more.
         self.record = msgspec.structs.replace(self._first_record(), sync=self._governing().sync)

@@ -109,12 +109,10 @@ class Conductor:
         assert self._rounds is not None, "begin first"
         return self._rounds
 
-    def begin(self, wait: Callable[[Rounds], bool]) -> None:
-        """Join, and offer the state once `wait` has returned; False: behind the others."""
+    def begin(self, wait: Callable[[Rounds], None]) -> None:
+        """Join, and offer the state once `wait` has returned."""
         self._rounds = self.connect()
-        while not wait(self._rounds):
-            self._rounds.close()
-            self._rounds = self.connect()
+        wait(self._rounds)
         self._offer()
 
     def leave(self, *, finished: bool) -> None:
@@ -205,11 +203,11 @@ class Conductor:
         """
         assert turn.task is not None
         while not self._all_leave():
-            if self.rounds.given or not self.rounds.owns:
+            if self.rounds.outlook.given or not self.rounds.outlook.owns:
                 self.rounds.abort(Excluded("its loop has ended, and others go on"))
                 self.over = True
                 return
-            self.rounds.wait_for_news(_TICK_S)
+            self.rounds.outlook.wait_for_news(_TICK_S)
         self.rounds.contribute(turn.task, self.nothing, weight=0.0, ranges=turn.ranges)
 
     def _all_leave(self) -> bool:
@@ -233,6 +231,8 @@ class Conductor:
                 return self.rounds.next(_TICK_S)
             except LinkTimeout:
                 self.look()  # the link itself says when somebody, or the meeting point, is gone
+                if not self.offers and self.rounds.outlook.must_start:
+                    self._rejoin()  # behind those who can
 
     def _plan(self, task: Task) -> None:
         pieces = task.ranges.pieces([self.most] * -(-len(task.ranges) // self.most))
@@ -245,7 +245,7 @@ class Conductor:
         if self.base.openings.is_gathering(task.round):
             while not (self._leaving or self.enough(self.rounds)):
                 self.look()
-                self.rounds.wait_for_news(_TICK_S)
+                self.rounds.outlook.wait_for_news(_TICK_S)
         self.rounds.contribute(task, self.nothing, weight=0.0)
 
     def _is_closing(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from manyhands.collectives.instructions import Stable
+from manyhands.collectives.instructions import Generation, Stable
 from manyhands.collectives.mail import Mail
 from manyhands.collectives.messages import Snapshot
 from manyhands.collectives.rounds import Rounds
@@ -278,6 +278,11 @@ class Session:
             if self._keeper is not None:
                 self._keeper.stable(event.applied)
             return  # every round is
+        if isinstance(event, Generation) and event.own and self.conductor.base.round == 0:
+            raise UsageError(
+                f"the run at {self._place.address} had a state, and nobody has it any more",
+                hint="resume from a checkpoint, or begin anew with another run name",
+            )
         self.events.append(event)
         log.info("%s", event)
 
@@ -320,29 +325,21 @@ class Session:
         view = rounds.view
         return view is not None and len(view.peers(PeerState.ACTIVE)) >= self._place.min_peers
 
-    def _wait_for_peers(self, rounds: Rounds) -> bool:
-        """Until as many have come as the user wants, or the run is under way.
-
-        The first of the roster starts a run. If that is this peer, and it has nothing to start
-        from, the others must come before it.
-        """
+    def _wait_for_peers(self, rounds: Rounds) -> None:
+        """Until as many have come as the user wants, or the run is under way."""
         waiting_s = time.monotonic()
         while True:
             if self._signals.leave:
                 raise KeyboardInterrupt
             try:
-                view = rounds.wait_for_view(self._is_enough, _TICK_S)
+                rounds.outlook.wait_for_view(self._is_enough, _TICK_S)
             except LinkTimeout:
                 if time.monotonic() - waiting_s > _REMIND_S:
                     waiting_s = time.monotonic()
                     here = 0 if rounds.view is None else len(rounds.view.roster)
                     log.warning("%d of %d peers are here: waiting", here, self._place.min_peers)
-                continue
-            if self.conductor.offers or view.over or view.peers(PeerState.ACTIVE):
-                return True
-            if len(view.roster) > 1 and view.roster[0].peer == self.me:
-                return False
-            rounds.wait_for_news(_TICK_S)
+            else:
+                return
 
     def _is_enough(self, view: View) -> bool:
         return len(view.roster) >= self._place.min_peers or view.founder is None or view.over

@@ -1,0 +1,79 @@
+"""Outlook: what a peer sees of the others while it waits, besides what the engine tells it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from manyhands.collectives.machine import RoundMachine
+from manyhands.collectives.outcomes import Stopped
+from manyhands.collectives.shelf import Shelf
+from manyhands.core.errors import LinkTimeout, ManyhandsError
+from manyhands.core.peers import PeerState, View
+from manyhands.links.base import DEFAULT_TIMEOUT_S
+
+
+class Outlook:
+    """Of one engine, which notifies `news` of views, contributions and outcomes. Thread-safe."""
+
+    def __init__(
+        self,
+        news: threading.Condition,
+        machine: RoundMachine,
+        shelf: Shelf,
+        outcome: Callable[[], object | None],
+    ) -> None:
+        """`outcome`: the next one that waits to be taken, if any."""
+        self._news, self._machine, self._shelf, self._outcome = news, machine, shelf, outcome
+
+    def wait_for_view(
+        self, enough: Callable[[View], bool], timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> View:
+        """The first view from now on that is. Raises LinkTimeout, or what ended the engine."""
+
+        def seen() -> View | None:
+            view = self._machine.view
+            return view if view is not None and enough(view) else None
+
+        with self._news:
+            self._news.wait_for(lambda: seen() or isinstance(self._outcome(), Stopped), timeout_s)
+            if (view := seen()) is not None:
+                return view
+            if isinstance(last := self._outcome(), Stopped):
+                raise last.error or ManyhandsError(last.text)
+        raise LinkTimeout("view that was waited for", timeout_s)
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Until a view or a contribution has come, or an outcome is there."""
+        with self._news:
+            if self._outcome() is None:
+                self._news.wait(timeout_s)
+
+    @property
+    def must_start(self) -> bool:
+        """Whether the others wait for this peer: nobody has a state, and it is the first."""
+        with self._news:
+            states = self._machine.states
+            watching = all(state is PeerState.WATCHING for state in states.values())
+            return len(states) > 1 and watching and next(iter(states)) == self._machine.me
+
+    @property
+    def owns(self) -> bool:
+        """Whether this peer adds up a part of the round under way, and so sees who gives to it."""
+        with self._news:
+            machine = self._machine
+            if not machine.member:
+                return False
+            return machine.members.index(machine.me) < machine.course.num_parts
+
+    @property
+    def given(self) -> bool:
+        """Whether somebody who does not leave has contributed to the attempt under way."""
+        with self._news:
+            machine = self._machine
+            return any(
+                (key.round, key.attempt) == (machine.applied, machine.tag)
+                and key.sender != machine.me
+                and machine.states.get(key.sender) is PeerState.ACTIVE
+                for key in self._shelf.parts
+            )
