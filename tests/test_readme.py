@@ -26,18 +26,27 @@ def test_the_two_programs_meet_through_a_hub(tmp_path, first):
 
 
 def test_the_program_trains_through_a_hub(tmp_path):
-    (program,) = python_in(TEXT)
+    _, program = python_in(TEXT)
     assert run_together([program, program], tmp_path) == ["trained\n", "trained\n"]
+
+
+def test_the_loop_learns_the_same_with_others(tmp_path):
+    program, _ = python_in(TEXT)
+    (alone,) = run_together([program], tmp_path)
+    assert re.fullmatch(r"loss \S+ after 60 rounds\n", alone)
+    together = run_together([program] * 3, tmp_path, MANYHANDS_MIN_PEERS="3")
+    assert together == [alone] * 3
 
 
 def python_in(text):
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
-def run_together(programs, folder):
+def run_together(programs, folder, **more):
     """What they say, each in a process of its own, with nothing but a hub between them."""
     with Hub("127.0.0.1:0") as hub:
         point = {"MANYHANDS_URL": hub.address.code(), "MANYHANDS_RUN": "first"}
+        point |= more
         point["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch makes it for DDP
         started = [
             subprocess.Popen(
