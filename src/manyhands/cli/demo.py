@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from manyhands.links.base import open_link
 from manyhands.links.hub import Hub
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
-_PEER, _ALONE = "manyhands.cli.demo_peer", "manyhands.cli.demo_alone"
+_PEER, _ALONE = ("-m", "manyhands.cli.demo_peer"), ("-m", "manyhands.cli.demo_alone")
 _KILL_AT = 0.3  # of all rounds
 
 NEXT = """\
@@ -50,6 +51,9 @@ Your own script, with three lines of manyhands (a whole one: {script}):
 def demo(
     peers: Annotated[int, typer.Option(min=2, max=16, help="How many peers begin.")] = 3,
     amqp: Annotated[str | None, typer.Option(help="Meet at this broker instead.")] = None,
+    epochs: Annotated[
+        int, typer.Option(min=2, help="How often each digit is seen; few make bad readers.")
+    ] = 24,
     json_output: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
 ) -> None:
     """Train on real digits here, kill a peer, add one, and compare with one process.
@@ -75,9 +79,9 @@ def demo(
         screen.say(f"{peers} peers and one for later import torch; they meet at {place}")
         crew = stack.enter_context(Peers())
         environment = setting(url, run, peers)
-        score, train_s = Show(crew, screen, peers).play(environment)
+        score, train_s = Show(crew, screen, peers, epochs).play(environment)
         screen.say("once more in one process, in plain PyTorch, with nothing of manyhands")
-        off = score.compare(train_alone(crew, environment, screen))
+        off = score.compare(train_alone(crew, environment, screen, epochs))
     score.judge(off)
     wall_s = time.monotonic() - start_s
     if json_output:
@@ -93,6 +97,8 @@ def setting(url: str, run: str, number: int) -> dict[str, str]:
     """What a peer finds in its environment: it is not public, as a command line is."""
     cores = os.cpu_count() or 1
     return {
+        # What the user's shell says of other runs is not for this one.
+        **{k: v for k, v in os.environ.items() if not k.startswith("MANYHANDS_")},
         "MANYHANDS_URL": url,
         "MANYHANDS_RUN": run,
         "MANYHANDS_MIN_PEERS": str(number),
@@ -103,8 +109,8 @@ def setting(url: str, run: str, number: int) -> dict[str, str]:
 class Show:
     """The plot: some begin, one is killed, another joins, and they come to the end."""
 
-    def __init__(self, crew: Peers, screen: Screen, number: int) -> None:
-        self._crew, self._screen = crew, screen
+    def __init__(self, crew: Peers, screen: Screen, number: int, epochs: int) -> None:
+        self._crew, self._screen, self._epochs = crew, screen, epochs
         *self._first, self._late = (f"peer-{i + 1}" for i in range(number + 1))
         self._victim = self._first[1]
         self._start_s = 0.0
@@ -114,17 +120,18 @@ class Show:
         """Until all have ended. Returns the seconds that they trained, too."""
         states = self._screen.states
         for name in (*self._first, self._late):
-            self._crew.start(name, _PEER, {**environment, "MANYHANDS_NAME": name})
+            own = {**environment, "MANYHANDS_NAME": name}
+            self._crew.start(name, *_PEER, str(self._epochs), environment=own)
             states[name] = "starts"
         with self._screen:
             for name, said in self._crew.news():
                 match said:
                     case str():
                         self._screen.say(f"{name}: {said}")
-                    case {"size": size, "batch": batch, "epochs": epochs}:
+                    case {"size": size, "batch": batch}:
                         states[name] = "waits"
                         if "starts" not in states.values():
-                            self._begin(Score(Calendar(size, batch), epochs))
+                            self._begin(Score(Calendar(size, batch), self._epochs, self._late))
                     case {"accuracy": accuracy}:
                         states[name] = "done"
                         self.score.accuracies.append(accuracy)
@@ -151,7 +158,7 @@ class Show:
     def _on_round(self, name: str, said: Mapping[str, Any]) -> None:
         score, now_s = self.score, time.monotonic()
         before_s = score.noticed_s
-        score.take(said, self._late, now_s)
+        score.take(said, now_s)
         # It has told of a round, and so is in the middle of the next one.
         is_time = name == self._victim and score.round >= _KILL_AT * score.num_rounds
         if is_time and score.killed is None:
@@ -167,10 +174,12 @@ class Show:
         self._screen.show(score)
 
 
-def train_alone(crew: Peers, environment: Mapping[str, str], screen: Screen) -> list[float]:
+def train_alone(
+    crew: Peers, environment: Mapping[str, str], screen: Screen, epochs: int
+) -> list[float]:
     """The loss of each round in one process."""
     losses: list[float] = []
-    crew.start("alone", _ALONE, environment)
+    crew.start("alone", *_ALONE, str(epochs), environment=environment)
     for name, said in crew.news():
         match said:
             case str():
@@ -212,4 +221,6 @@ def tell(score: Score, off: float, train_s: float, wall_s: float) -> str:
 {off:.0e} is the largest difference from the loss curve of one process; {TOLERANCE:g} is allowed
 {score.computed.total()} of {score.num_samples} samples counted: each of {size} once in each of \
 {score.epochs} epochs
+{score.killed} was killed in round {score.killed_in}; the others went on after \
+{score.noticed_s or nan:.1f} s, and {score.late} took part from round {score.took_part_from}
 {train_s:.0f} s of training, {wall_s:.0f} s in all"""

@@ -1,22 +1,24 @@
 """The demo's training in one process, in plain PyTorch: what its peers together must come to.
 
-    python -m manyhands.cli.demo_alone
+    python -m manyhands.cli.demo_alone EPOCHS
 
 Of manyhands it has the order of the samples alone, which is part of the promise.
 """
 
 from __future__ import annotations
 
-from manyhands.cli.demo_peer import BATCH, EPOCHS, accuracy, criterion, load_digits, make, say
+import sys
+
+from manyhands.cli.demo_peer import BATCH, accuracy, criterion, load_digits, make, say
 from manyhands.data.order import Order
 
 
-def main() -> None:
+def main(epochs: int) -> None:
     """Report the loss of each batch, and the accuracy at the end."""
     digits = load_digits()
     size = len(digits.y)
     model, optimizer = make()
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         order = Order(size, seed=0, epoch=epoch)
         for start in range(0, size, BATCH):
             samples = order.indices(start, min(start + BATCH, size))
@@ -29,4 +31,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

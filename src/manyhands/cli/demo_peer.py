@@ -1,6 +1,6 @@
 """A peer of the demo: an ordinary training script with three lines of manyhands.
 
-    manyhands run -n 3 -m manyhands.cli.demo_peer        it needs no demo around it
+    manyhands run -n 3 -m manyhands.cli.demo_peer 24        24 epochs; it needs no demo around it
 
 It reports JSON lines on stdout. `train` is what to copy.
 """
@@ -22,17 +22,17 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 from manyhands.collectives.outcomes import Committed
 
-BATCH, EPOCHS = 96, 24
+BATCH = 96  # of all peers together
 criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
 
 
-def train(digits: Digits, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train(digits: Digits, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int) -> None:
     """The loop is the user's own. How many peers share its batches may change at any time."""
     data = DataLoader(TensorDataset(digits.x, digits.y), BATCH, shuffle=True)
     with mh.join() as run:  # where, and as whom, says the environment
-        model, optimizer, loader, _ = run.wrap(model, optimizer, data, epochs=EPOCHS)
+        model, optimizer, loader, _ = run.wrap(model, optimizer, data, epochs=epochs)
         tell_rounds(run)
-        for _ in range(EPOCHS):
+        for _ in range(epochs):
             for x, y in loader:  # this peer's share of the batch
                 loss = criterion(model(x), y)
                 run.mean(loss)
@@ -104,7 +104,7 @@ def say(**facts: object) -> None:
 
 
 if __name__ == "__main__":
-    start = (load_digits(), *make())
-    say(size=len(start[0].y), batch=BATCH, epochs=EPOCHS)
+    digits, (model, optimizer) = load_digits(), make()
+    say(size=len(digits.y), batch=BATCH)
     sys.stdin.readline()  # the demo says when; at a terminal, Enter
-    train(*start)
+    train(digits, model, optimizer, epochs=int(sys.argv[1]))

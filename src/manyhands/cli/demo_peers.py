@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -33,11 +32,11 @@ class Peers:
         self._stack = ExitStack()
         self._guard = self._stack.enter_context(Guard(_GRACE_S))
 
-    def start(self, name: str, module: str, environment: Mapping[str, str]) -> None:
-        """A process that waits for a line before it begins, if it reads its stdin at all."""
+    def start(self, name: str, *arguments: str, environment: Mapping[str, str]) -> None:
+        """A Python process; what reads its stdin waits until it may `begin`."""
         process = self._guard.start(
-            [sys.executable, "-m", module],
-            environment={**os.environ, **environment},
+            [sys.executable, *arguments],
+            environment=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -10,7 +10,7 @@ from typing import Any
 from manyhands.data.calendar import Calendar
 
 ACCURACY = 0.97  # at least
-TOLERANCE = 1e-4  # of a loss: rounding makes less than 1e-5 of it, a lost sample more than 1e-3
+TOLERANCE = 2e-5  # of a loss: rounding makes some 1e-6, a lost sample most often more than 1e-4
 
 Spans = Sequence[Sequence[int]]
 
@@ -21,6 +21,8 @@ class Score:
 
     calendar: Calendar
     epochs: int
+    late: str
+    """The peer that joins when another is dead."""
     losses: dict[int, float] = field(default_factory=dict[int, float])
     newest: dict[str, int] = field(default_factory=dict[str, int])
     """Samples of the newest round, by the peer that computed them."""
@@ -32,7 +34,7 @@ class Score:
     noticed_s: float | None = None
     """From the kill to the first round that was closed without the dead peer."""
     took_part_from: int | None = None
-    """The first round to which the late peer gave something."""
+    """The first round that the late peer gave something to."""
     problems: list[str] = field(default_factory=list[str])
     _killed_s: float = 0.0
 
@@ -55,7 +57,7 @@ class Score:
         """This peer is dead, in the middle of a round."""
         self.killed, self.killed_in, self._killed_s = name, self.round, now_s
 
-    def take(self, said: Mapping[str, Any], late: str, now_s: float) -> None:
+    def take(self, said: Mapping[str, Any], now_s: float) -> None:
         """A peer has applied a round. All must say the same of it."""
         number, loss = int(said["round"]), float(said["loss"])
         if number in self.losses:
@@ -64,10 +66,9 @@ class Score:
             return
         self.losses[number] = loss
         self._count(number, said["shares"])
-        if self.killed_in is not None and number >= self.killed_in and self.noticed_s is None:
-            if not self.newest.get(self.killed or ""):
-                self.noticed_s = now_s - self._killed_s
-        if self.newest.get(late) and self.took_part_from is None:
+        if self.killed is not None and self.noticed_s is None and not self.newest.get(self.killed):
+            self.noticed_s = now_s - self._killed_s
+        if self.took_part_from is None and self.newest.get(self.late):
             self.took_part_from = number
 
     def _count(self, number: int, shares: Mapping[str, Spans]) -> None:
@@ -90,7 +91,7 @@ class Score:
                 f"the losses are {off:.0e} away from one process's, and {TOLERANCE:g} is allowed"
             )
         if self.took_part_from is None:
-            self.problems.append("the peer that joined late had nothing to do any more")
+            self.problems.append(f"{self.late} joined too late to compute anything")
         if not (worst := min(self.accuracies, default=0.0)) >= ACCURACY:
             self.problems.append(
                 f"{100 * worst:.1f} % of the digits were read right instead of {100 * ACCURACY:g} %"

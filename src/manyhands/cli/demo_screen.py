@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from types import TracebackType
@@ -25,7 +26,7 @@ class Screen:
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._shown_s = 0.0
-        self._shown_round = 0
+        self._next_line = 1
         self._totals: deque[tuple[float, int]] = deque()
         self.states: dict[str, str] = {}
         """What each peer does, in words."""
@@ -36,17 +37,19 @@ class Screen:
 
     def show(self, score: Score) -> None:
         """The state of things, if it is time for it."""
-        now_s, done = time.monotonic(), score.round == score.num_rounds
+        now_s = time.monotonic()
         self._totals.append((now_s, score.computed.total()))
         while self._totals[0][0] < now_s - _RATE_S:
             self._totals.popleft()
-        if self._live is not None and (done or now_s >= self._shown_s + _PICTURE_S):
+        if self._live is not None and (
+            now_s >= self._shown_s + _PICTURE_S or score.round == score.num_rounds
+        ):
             self._shown_s = now_s
             self._live.update(self._table(score), refresh=True)
-        if self._live is None and (
-            done or score.round >= self._shown_round + score.num_rounds // _LINES
-        ):
-            self._shown_round = score.round
+        if self._live is None and score.round >= self._next_line:
+            step = max(1, score.num_rounds // _LINES)
+            last = score.num_rounds if score.round < score.num_rounds else sys.maxsize
+            self._next_line = min(self._next_line + step, last)
             shares = ", ".join(f"{name} {number}" for name, number in score.newest.items())
             self.say(f"{self._progress(score)}; samples of this round: {shares}")
 
