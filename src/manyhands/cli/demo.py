@@ -130,8 +130,11 @@ class Show:
                         self._screen.say(f"{name}: {said}")
                     case {"size": size, "batch": batch}:
                         states[name] = "waits"
+                        if self._score is None:
+                            self._score = Score(Calendar(size, batch), self._epochs, self._late)
                         if "starts" not in states.values():
-                            self._begin(Score(Calendar(size, batch), self._epochs, self._late))
+                            self._begin()
+                        self._screen.show(self.score)
                     case {"accuracy": accuracy}:
                         states[name] = "done"
                         self.score.accuracies.append(accuracy)
@@ -142,12 +145,12 @@ class Show:
 
     @property
     def score(self) -> Score:
-        """Once they have begun."""
-        assert self._score is not None, "a round before all were ready"
+        """Once a peer has said what there is to do."""
+        assert self._score is not None
         return self._score
 
-    def _begin(self, score: Score) -> None:
-        self._score, self._start_s = score, time.monotonic()
+    def _begin(self) -> None:
+        self._start_s = time.monotonic()
         for name in self._first:
             self._let_in(name)
 

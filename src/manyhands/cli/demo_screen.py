@@ -54,6 +54,8 @@ class Screen:
             self.say(f"{self._progress(score)}; samples of this round: {shares}")
 
     def _progress(self, score: Score) -> str:
+        if not score.round:
+            return "torch is imported, the digits are loaded"
         (start_s, before), (now_s, after) = self._totals[0], self._totals[-1]
         rate = (after - before) / (now_s - start_s) if now_s > start_s else 0.0
         loss = score.losses.get(score.round - 1, float("nan"))
@@ -61,8 +63,8 @@ class Screen:
 
     def _table(self, score: Score) -> Table:
         table = Table("peer", "state", title=self._progress(score), title_justify="left")
-        table.add_column("of this round", justify="right")
-        table.add_column("of the whole run", justify="right")
+        table.add_column("samples of this round", justify="right")
+        table.add_column("of all rounds", justify="right")
         for name, state in self.states.items():
             newest = str(score.newest.get(name, 0)) if state == "trains" else ""
             table.add_row(name, state, newest, str(score.computed[name]))
