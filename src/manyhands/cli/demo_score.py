@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,8 +80,9 @@ class Score:
             self.problems.append(f"round {number} did not count each of its samples once")
 
     def compare(self, alone: Sequence[float]) -> float:
-        """The largest difference from the losses of one process."""
-        return max(abs(self.losses[n] - alone[n]) for n in self.losses)
+        """The largest difference from the losses of one process; not a number if one is not."""
+        differences = [abs(loss - alone[number]) for number, loss in self.losses.items()]
+        return math.nan if any(map(math.isnan, differences)) else max(differences)
 
     def judge(self, off: float) -> None:
         """Add to the problems what became of the whole."""
