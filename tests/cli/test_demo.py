@@ -59,8 +59,8 @@ def test_one_is_killed_and_another_joins(tmp_path):
 
 
 def test_at_a_broker_and_not_long_enough(broker, tmp_path):
-    """After three epochs nobody reads well: that is an error. All else is as it must be."""
-    options = ["--epochs", "3", "--peers", "2", "--json", "--amqp", broker.url()]
+    """After four epochs nobody reads well: that is an error. All else is as it must be."""
+    options = ["--epochs", "4", "--peers", "2", "--json", "--amqp", broker.url()]
     code, out, err = demo(tmp_path, *options)
     assert code == 1, err
     (problem,) = json.loads(out)["problems"]
