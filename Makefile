@@ -7,7 +7,7 @@ setup: .venv/.ready
 	sh scripts/setup.sh
 
 demo: setup
-	.venv/bin/manyhands demo
+	$(if $(AMQP),sh scripts/rabbitmq.sh && .venv/bin/python scripts/demo_amqp.py,.venv/bin/manyhands demo)
 
 test: setup
 	sh scripts/rabbitmq.sh && .venv/bin/python -m pytest

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 # Of collectives, what decides (the machine, its messages, its verdicts) is not among them.
 MAY_LOAD_TORCH = (
     *("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer"),
+    "manyhands.cli.demo_alone",
     *("manyhands.checkpoint.", "manyhands.data."),
     *(
         f"manyhands.compat.deepbooster.{name}"

@@ -1,28 +1,60 @@
-"""One rank of the demo: plain DDP on scikit-learn's digits, with one line of ours.
+"""A peer of the demo: an ordinary training script with three lines of manyhands.
 
-    python -m manyhands.cli.demo_peer        MANYHANDS_URL, RANK and WORLD_SIZE say where and who
+    manyhands run -n 3 -m manyhands.cli.demo_peer 24        24 epochs; it needs no demo around it
 
-It reports JSON lines on stdout. Rank 0 then trains alone on the same batches, and compares.
+It reports JSON lines on stdout. `train` is what to copy.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import time
+import sys
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 # torch says so on import when NumPy is missing; nothing here needs it.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
-EPOCHS, SHARE = 20, 32  # samples of a batch for each rank
+import manyhands as mh
+from manyhands.collectives.outcomes import Committed
+
+BATCH = 96  # of all peers together
+criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+
+def train(digits: Digits, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int) -> None:
+    """The loop is the user's own. How many peers share its batches may change at any time."""
+    data = DataLoader(TensorDataset(digits.x, digits.y), BATCH, shuffle=True)
+    with mh.join() as run:  # where, and as whom, says the environment
+        model, optimizer, loader, _ = run.wrap(model, optimizer, data, epochs=epochs)
+        tell_rounds(run)
+        for _ in range(epochs):
+            for x, y in loader:  # this peer's share of the batch
+                loss = criterion(model(x), y)
+                run.mean(loss)
+                loss.backward()  # gradients are now those of the whole batch
+                optimizer.step()
+                optimizer.zero_grad()
+    say(accuracy=accuracy(model, digits))
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same at every peer, though whoever joins a run gets its state."""
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    model = nn.Sequential(
+        nn.Conv2d(1, 24, 3, padding=1),
+        nn.GELU(),
+        nn.Conv2d(24, 48, 3, padding=1),
+        nn.GELU(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(48 * 4 * 4, 10),
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 class Digits(NamedTuple):
@@ -39,80 +71,40 @@ def load_digits() -> Digits:
     from sklearn.datasets import load_digits as load  # pyright: ignore
 
     found: Any = load()  # pyright: ignore[reportUnknownVariableType]
-    x = torch.tensor(found.data.tolist(), dtype=torch.float32) / 16 - 0.5
+    x = torch.tensor(found.images.tolist()).unsqueeze(1) / 16 - 0.5
     y = torch.tensor(found.target.tolist())
     test = torch.arange(len(y)) % 5 == 0
     return Digits(x[~test], y[~test], x[test], y[test])
 
 
-def batches(num: int, epoch: int, batch: int, rank: int, world: int) -> Iterator[Tensor]:
-    """Which samples this rank takes of each batch of the epoch: the order is everybody's."""
-    order = torch.randperm(num, generator=torch.Generator().manual_seed(epoch))
-    for start in range(0, num - batch + 1, batch):
-        yield order[start + rank : start + batch : world]
+def accuracy(model: nn.Module, digits: Digits) -> float:
+    """How many of the digits that nobody trained on are read right, as a part of 1."""
+    with torch.no_grad():
+        return float((model(digits.test_x).argmax(1) == digits.test_y).float().mean())
 
 
-def make_model() -> nn.Module:
-    """The same at every rank."""
-    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
-    return nn.Sequential(
-        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
-    )
+def tell_rounds(run: mh.Run) -> None:
+    """Report every round that this peer applies: its loss, and who computed which samples."""
+    session: Any = run._session  # pyright: ignore[reportPrivateUsage]
+    names: dict[int, str] = {}
+
+    def tell(committed: Committed) -> None:
+        names.update((peer.incarnation, peer.name) for peer in run.roster)
+        shares = {
+            names[share.peer]: share.ranges.spans for share in committed.sums[0].contributions
+        }
+        say(round=committed.round, loss=session.scalars.known["loss"][1], shares=shares)
+
+    session.replica.on_commit = tell
 
 
-def train(
-    model: nn.Module,
-    digits: Digits,
-    batch: int,
-    rank: int,
-    world: int,
-    tell: Callable[[dict[str, float]], None],
-) -> None:
-    """An ordinary loop."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for epoch in range(EPOCHS):
-        start, loss, steps = time.perf_counter(), torch.zeros(()), 0
-        for samples in batches(len(digits.y), epoch, batch, rank, world):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(digits.x[samples]), digits.y[samples])
-            loss.backward()  # pyright: ignore[reportUnknownMemberType]
-            optimizer.step()  # pyright: ignore[reportUnknownMemberType]
-            steps += 1
-        with torch.no_grad():
-            right = (model(digits.test_x).argmax(1) == digits.test_y).float().mean()
-        seconds = time.perf_counter() - start
-        tell(
-            {
-                "epoch": epoch + 1,
-                "loss": float(loss.detach()),
-                "accuracy": float(right),
-                "steps_per_s": steps / seconds,
-            }
-        )
-
-
-def report(**facts: object) -> None:
+def say(**facts: object) -> None:
     """One line to whoever started this process."""
     print(json.dumps(facts), flush=True)
 
 
-def main() -> None:
-    """Train with the others; at rank 0 then alone."""
-    torch.set_num_threads(1)
-    dist.init_process_group("manyhands", init_method=os.environ["MANYHANDS_URL"])
-    rank, world = dist.get_rank(), dist.get_world_size()
-    digits, batch = load_digits(), SHARE * dist.get_world_size()
-    model = make_model()
-    wrapped = DistributedDataParallel(model)
-    train(wrapped, digits, batch, rank, world, lambda facts: report(rank=rank, **facts))
-    dist.destroy_process_group()
-    if rank == 0:
-        alone = make_model()
-        train(alone, digits, batch, 0, 1, lambda facts: None)
-        pairs = zip(model.parameters(), alone.parameters(), strict=True)
-        off = max(float((mine - other).detach().abs().max()) for mine, other in pairs)
-        report(rank=0, off=off, parameters=sum(p.numel() for p in model.parameters()))
-
-
 if __name__ == "__main__":
-    main()
+    digits, (model, optimizer) = load_digits(), make()
+    say(size=len(digits.y), batch=BATCH)
+    sys.stdin.readline()  # the demo says when; at a terminal, Enter
+    train(digits, model, optimizer, epochs=int(sys.argv[1]))

@@ -30,7 +30,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "demo": Command(
         module="manyhands.cli.demo",
-        help="Three processes train a net on real digits with plain DDP, through a hub.",
+        help="Train on real digits here, kill a peer, add one, compare with one process.",
     ),
     "run": Command(
         module="manyhands.cli.run",
