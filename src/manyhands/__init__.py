@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from manyhands.links.hub import Hub
     from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
     from manyhands.replica.run import Run, join
+    from manyhands.replica.session import RoundClosed
 
 __all__ = [
     "Delivery",
@@ -44,6 +45,7 @@ __all__ = [
     "Ready",
     "Refused",
     "Resign",
+    "RoundClosed",
     "Run",
     "Terms",
     "View",
@@ -73,6 +75,7 @@ _LAZY = {
     "PeerState": "manyhands.core.peers",
     "Ready": "manyhands.links.messages",
     "Resign": "manyhands.links.messages",
+    "RoundClosed": "manyhands.replica.session",
     "Run": "manyhands.replica.run",
     "Terms": "manyhands.links.messages",
     "View": "manyhands.core.peers",

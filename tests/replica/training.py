@@ -143,7 +143,7 @@ def train(
             model, optimizer, data, schedule, grain_size=grain, epochs=epochs, **options
         )
         teller.say({"joined": hand.round})
-        hand._session.replica.on_commit = lambda *what: teller.say(ledger(*what))
+        hand.on_round(lambda closed: teller.say(ledger(closed)))
         for _ in range(epochs):
             for x, y in loader:
                 at = hand.round
@@ -175,11 +175,10 @@ def train(
     teller.say({"done": hand.round, "shadow": shadow(model)})
 
 
-def ledger(number: int, committed: Any) -> dict:
+def ledger(closed: mh.RoundClosed) -> dict:
     """Who computed what of a round."""
-    shares = committed.sums[0].contributions
-    spans = [span for share in shares for span in share.ranges.spans]
-    return {"counted": number, "spans": spans, "members": len(shares)}
+    spans = [span for ranges in closed.shares.values() for span in ranges.spans]
+    return {"counted": closed.round, "spans": spans, "members": len(closed.shares)}
 
 
 def play(child: Any) -> None:

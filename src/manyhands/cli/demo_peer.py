@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
-from manyhands.collectives.outcomes import Committed
 
 BATCH = 96  # of all peers together
 criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -31,7 +30,7 @@ def train(digits: Digits, model: nn.Module, optimizer: torch.optim.Optimizer, ep
     data = DataLoader(TensorDataset(digits.x, digits.y), BATCH, shuffle=True)
     with mh.join() as run:  # where, and as whom, says the environment
         model, optimizer, loader, _ = run.wrap(model, optimizer, data, epochs=epochs)
-        tell_rounds(run)
+        run.on_round(tell_round)
         for _ in range(epochs):
             for x, y in loader:  # this peer's share of the batch
                 loss = criterion(model(x), y)
@@ -83,19 +82,10 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
         return float((model(digits.test_x).argmax(1) == digits.test_y).float().mean())
 
 
-def tell_rounds(run: mh.Run) -> None:
-    """Report every round that this peer applies: its loss, and who computed which samples."""
-    session: Any = run._session  # pyright: ignore[reportPrivateUsage]
-    names: dict[int, str] = {}
-
-    def tell(committed: Committed) -> None:
-        names.update((peer.incarnation, peer.name) for peer in run.roster)
-        shares = {
-            names[share.peer]: share.ranges.spans for share in committed.sums[0].contributions
-        }
-        say(round=committed.round, loss=session.scalars.known["loss"][1], shares=shares)
-
-    session.replica.on_commit = tell
+def tell_round(closed: mh.RoundClosed) -> None:
+    """Its loss, and who computed which samples."""
+    shares = {peer.name: ranges.spans for peer, ranges in closed.shares.items()}
+    say(round=closed.round, loss=closed.means["loss"], shares=shares)
 
 
 def say(**facts: object) -> None:

@@ -252,6 +252,10 @@ class Rounds:
         """The newest view."""
         return self._machine.view
 
+    def name_of(self, incarnation: int) -> PeerId | None:
+        """What the views call it, or have called it."""
+        return self._post.name_of(incarnation)
+
     def close(self) -> None:
         """Stop. The link stays open, and is the caller's: closed before, it holds up nothing here.
 

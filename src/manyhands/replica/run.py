@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, cast
@@ -30,7 +30,7 @@ from manyhands.data.source import Source
 from manyhands.replica.conductor import Event
 from manyhands.replica.keeper import NotSaved, Saved
 from manyhands.replica.scalars import Scalars
-from manyhands.replica.session import Options, Place, Session
+from manyhands.replica.session import Options, Place, RoundClosed, Session
 from manyhands.replica.state import Stateful
 
 
@@ -149,6 +149,10 @@ class Run:
     def events(self) -> Sequence[Event | Saved | NotSaved]:
         """What has happened to the run, newest last."""
         return self._at_work.events
+
+    def on_round(self, listener: Callable[[RoundClosed], None]) -> None:
+        """Call it in this thread whenever a round is closed, before `backward()` returns."""
+        self._at_work.listeners.append(listener)
 
     def save(self) -> None:
         """Save the state once this round is over; where, `wrap(..., checkpoints=...)` says."""

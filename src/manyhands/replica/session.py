@@ -19,6 +19,8 @@ from torch.optim import LBFGS, Optimizer
 from manyhands.collectives.instructions import Generation, Stable
 from manyhands.collectives.mail import Mail
 from manyhands.collectives.messages import Snapshot
+from manyhands.collectives.outcomes import Committed
+from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.rounds import Rounds
 from manyhands.core.address import Address
 from manyhands.core.errors import LinkTimeout, UsageError
@@ -61,6 +63,19 @@ class Place:
     min_peers: int = 1
     lease_s: float = 10.0
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundClosed:
+    """A round is done, and p.grad is its mean. For `Run.on_round`."""
+
+    round: int
+    weight: float
+    """Of all its samples."""
+    shares: Mapping[PeerId, Ranges]
+    """Who computed what of it: samples, or grains, counted from its first."""
+    means: Mapping[str, float]
+    """Those of `Run.mean` that came with it, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +137,7 @@ class Session:
         self._place, self._options = place, options
         inner: Module = getattr(model, "_orig_mod", model)  # of one that torch.compile has made
         parameters = parameters_of(inner, optimizers)
-        calendar = Calendar(source.size, source.batch, source.drop_last)
+        calendar = self._calendar = Calendar(source.size, source.batch, source.drop_last)
         self._units = Units(calendar, options.grain_size or 1)
         self._num_rounds = (
             None if options.epochs is None else options.epochs * calendar.rounds_per_epoch
@@ -185,6 +200,8 @@ class Session:
             balance=options.shares == "speed",
         )
         self.replica.between = self._between
+        self.replica.on_commit = self._closed
+        self.listeners: list[Callable[[RoundClosed], None]] = []
         self._fetcher = _fetcher_for(source, place.seed, calendar)
         self.loader = Loader(
             self.replica,
@@ -255,6 +272,21 @@ class Session:
         base = self.conductor.base
         if self._keeper is not None and self._keeper.is_due(base.round) and self._leads():
             self._keeper.copy(base)
+
+    def _closed(self, number: int, committed: Committed) -> None:
+        if not self.listeners:
+            return
+        name_of = self.conductor.rounds.name_of
+        shares = ((name_of(s.peer), s.ranges) for s in committed.sums[0].contributions)
+        means = {n: mean for n, (at, mean) in self.scalars.known.items() if at == number}
+        closed = RoundClosed(
+            round=number,
+            weight=committed.weight * self._calendar.num_samples(number),
+            shares={peer: ranges for peer, ranges in shares if peer is not None},
+            means=means,
+        )
+        for listener in self.listeners:
+            listener(closed)
 
     def _leads(self) -> bool:
         return self.roster[:1] == (self.me,)
