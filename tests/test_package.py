@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 MAY_LOAD_TORCH = (
     *("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer"),
     "manyhands.cli.demo_alone",
-    *("manyhands.checkpoint.", "manyhands.data."),
+    *("manyhands.checkpoint.", "manyhands.data.", "manyhands.replica."),
     *(
         f"manyhands.compat.deepbooster.{name}"
         for name in ("dataset", "learner", "trainer", "training")
@@ -37,6 +37,7 @@ MAY_LOAD_TORCH = (
                 "feedback",
                 "layout",
                 "mail",
+                "outlook",
                 "passes",
                 "pool",
                 "post",

@@ -268,8 +268,8 @@ class Child:
         os._exit(5)  # the test is gone
 
     def run(self) -> None:
-        threading.Thread(target=self.listen, daemon=True).start()
         if "program" in self.orders:
+            threading.Thread(target=self.listen, daemon=True).start()
             import_module(self.orders["program"]).play(self)
         else:
             self.take_part()
@@ -304,6 +304,7 @@ class Child:
             after_commit=lambda round_: self.pass_by("commit", round_),
             **orders["taker"],
         )
+        threading.Thread(target=self.listen, daemon=True).start()
         self.taker.run()
         self.taker.rounds.close()
         link.close()

@@ -504,7 +504,7 @@ def test_a_run_that_lost_its_state_goes_on_from_a_checkpoint_as_a_new_generation
     assert i.Tell(Ready()) in answers
     active = arbiter.ready(back.view, B)
     answers = seat.tell(e.ViewSeen(active))
-    assert only(i.Generation, answers) == [i.Generation(active.cut, 7)]
+    assert only(i.Generation, answers) == [i.Generation(active.cut, 7, own=True)]
     assert seat.machine.member
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.replica.hands import Hands
@@ -32,6 +34,25 @@ def test_one_that_comes_late_is_taken_in(zygote, url):
         members = max(said["members"] for said in first.said if "members" in said)
         assert members == 2
         assert min(said["round"] for said in late.said if "round" in said) > 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_three_hundred_steps_with_deaths_and_arrivals(zygote, url, seed):
+    """Up to five peers of uneven speed; whom, when and how many is drawn."""
+    dice = random.Random(seed)
+    with Hands(zygote, url, epochs=75) as hands:
+        keeper, *_ = hands.start(3, pace_s=0.002)
+        dead = []
+        for at in sorted(dice.sample(range(10, 230), 8)):
+            keeper.until(lambda said, at=at: said.get("round", -1) >= at)
+            mortal = [hand for hand in hands.all[1:] if hand not in dead]
+            if mortal and (len(mortal) == 4 or dice.random() < 0.5):
+                victim = dice.choice(mortal)
+                victim.kill()
+                dead.append(victim)
+            else:
+                hands.join(pace_s=dice.choice((0.0, 0.002, 0.006)))
+        hands.finish(*dead)
 
 
 POINTS = [
