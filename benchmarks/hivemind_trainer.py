@@ -7,10 +7,11 @@ the global batch and each peer's share of it a step: synchronous training, hivem
 it waits for is as short as in hivemind's own tests, and parameters, which do not differ as long as
 all is well, are not averaged besides the gradients.
 
-A step of the benchmark is an update of the parameters. hivemind may take in more than the global
-batch before one, because peers go on while they learn of each other's progress: `batch_taken` says
-how many samples it was; `samples_per_s` counts the global batch, as for all others. `cpu` and the
-memory are of this process and of hivemind's own.
+A step of the benchmark is an update with the gradients of all peers; those that hivemind makes with
+fewer, when it has found no group, take their time and do not count. It may take in more samples
+than the global batch before an update, because peers go on while they learn of each other's
+progress: `samples_taken` says how many; `samples_per_s` counts the global batch, as for all others.
+`cpu` and the memory are of this process and of hivemind's own.
 
 The first peer begins with a line for the others: where its DHT is. Each says when it has done a few
 updates together with all others; from there on the protocol is that of train.py.
@@ -73,35 +74,46 @@ class HivemindTrainer:
             yield from self._trainer.epoch()
 
     def gather(self) -> None:
-        """Until all take part."""
+        """Until all have seen each other: whoever thinks that it is alone goes on alone."""
+        next(self._steps)
         while self._optimizer.tracker.global_progress.num_peers < self._job.size:
-            next(self._steps)
-        self.train_until(self._optimizer.local_epoch + WARM_UP)
-
-    def train_until(self, update: int) -> int:
-        """The swarm's count of updates; returns how many samples this peer took in meanwhile."""
-        taken = 0
-        while self._optimizer.local_epoch < update:
-            next(self._steps)
-            taken += self._job.batch // self._job.size
-        return taken
+            time.sleep(0.02)
+        self._train_until(WARM_UP)
 
     def take_turn(self) -> dict:
         """A few updates."""
         forget_peaks(self.pids)
         base = sum(memory_of(pid, "VmRSS") for pid in self.pids)
-        begin, cpu, start = self._optimizer.local_epoch, cpu_of(self.pids), time.perf_counter()
-        taken = self.train_until(begin + STEPS)
-        updates = self._optimizer.local_epoch - begin
-        peak = peaks_of(self.pids)
+        cpu, start = cpu_of(self.pids), time.perf_counter()
+        updates, taken = self._train_until(self._optimizer.local_epoch + STEPS)
+        seconds, peak = time.perf_counter() - start, peaks_of(self.pids)
+        if not updates:
+            raise RuntimeError("hivemind has not averaged with all peers in a whole turn")
         return {
-            "step_s": (time.perf_counter() - start) / updates,
+            "step_s": seconds / updates,
             "cpu": (cpu_of(self.pids) - cpu) / updates,
             "sent": 0,  # hivemind does not count
             "taken": taken / updates,
             "peak": peak,
             "extra": max(0, peak - base),
         }
+
+    def _train_until(self, epoch: int) -> tuple[int, int]:
+        """An epoch of hivemind's is an update. Returns those of all peers together, and samples."""
+        updates, taken, at = 0, 0, self._optimizer.local_epoch
+        while at < epoch:
+            next(self._steps)
+            taken += self._job.batch // self._job.size
+            if self._optimizer.local_epoch > at:
+                at = self._optimizer.local_epoch
+                updates += self._was_together()
+        return updates, taken
+
+    def _was_together(self) -> bool:
+        averaging = self._optimizer.scheduled_grads
+        if averaging is None or not averaging.done() or averaging.cancelled():
+            return False
+        return averaging.exception() is None and len(averaging.result()) == self._job.size
 
     def close(self) -> None:
         """End hivemind's processes, which otherwise outlive this one."""

@@ -188,6 +188,7 @@ def take_turn(trainer: Trainer, job: Job) -> dict:
         "step_s": (time.perf_counter() - first) / counted,
         "cpu": (time.process_time() - cpu) / counted,
         "sent": (trainer.bytes_sent() - sent) / counted,
+        "taken": job.batch / job.size,
         "peak": memory_of("self", "VmHWM"),
         "extra": max(0, memory_of("self", "VmHWM") - base),
     }
@@ -317,6 +318,7 @@ class Bench:
             "turn_samples_per_s": rates,
             "ratio_to_plain": paired(rates, said.get("plain"), self._args.batch),
             "ratio_to_gloo": paired(rates, said.get("gloo"), self._args.batch),
+            "samples_taken": statistics.median(sum(a["taken"] for a in turn) for turn in turns),
             "cpu_s": statistics.median(sum(a["cpu"] for a in turn) for turn in turns) + meeting_cpu,
             "meeting_point_cpu_s": meeting_cpu,
             "bytes_sent_per_peer": statistics.median(a["sent"] for turn in turns for a in turn),
