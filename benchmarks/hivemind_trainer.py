@@ -8,13 +8,13 @@ it waits for is as short as in hivemind's own tests, and parameters, which do no
 all is well, are not averaged besides the gradients.
 
 A step of the benchmark is an update with the gradients of all peers; those that hivemind makes with
-fewer, when it has found no group, take their time and do not count. It may take in more samples
+fewer, when it has found no group, take their time and do not count; nor do turns without any other. It may take in more samples
 than the global batch before an update, because peers go on while they learn of each other's
 progress: `samples_taken` says how many; `samples_per_s` counts the global batch, as for all others.
 `cpu` and the memory are of this process and of hivemind's own.
 
-The first peer begins with a line for the others: where its DHT is. Each says when it has done a few
-updates together with all others; from there on the protocol is that of train.py.
+The first peer begins with a line for the others: where its DHT is. Each says when a few updates
+are made; from there on the protocol is that of train.py.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import psutil
 from harness import cpu_of, forget_peaks, memory_of, peaks_of
-from train import WARM_UP, Job, Shares, Trainer, count_of, final, model_of, samples_of
+from train import Job, Shares, Trainer, count_of, final, samples_of, smooth_model_of
 
 os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # an averaging that fails is its own matter
 
@@ -39,6 +40,14 @@ from hivemind.optim.grad_averager import GradientAverager
 from torch.utils.data import DataLoader
 
 STEPS = 3  # of a turn: each takes seconds
+LONELY_S = 0.3
+
+
+class Trained(NamedTuple):
+    """Updates of all peers together, and samples that this one took in."""
+
+    updates: int
+    samples: int
 
 
 class HivemindTrainer:
@@ -49,7 +58,7 @@ class HivemindTrainer:
         self.dht = hivemind.DHT(
             initial_peers=initial_peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True
         )
-        self.module, width = model_of(job.millions)
+        self.module, width = smooth_model_of(job.millions)
         self._optimizer = hivemind.Optimizer(
             dht=self.dht,
             run_id="bench",
@@ -74,32 +83,33 @@ class HivemindTrainer:
             yield from self._trainer.epoch()
 
     def gather(self) -> None:
-        """Until all have seen each other: whoever thinks that it is alone goes on alone."""
-        next(self._steps)
-        while self._optimizer.tracker.global_progress.num_peers < self._job.size:
-            time.sleep(0.02)
-        self._train_until(WARM_UP)
+        """A few updates, by which all have seen each other."""
+        self._end = STEPS
+        self._train_until(self._end)
 
     def take_turn(self) -> dict:
         """A few updates."""
         forget_peaks(self.pids)
         base = sum(memory_of(pid, "VmRSS") for pid in self.pids)
         cpu, start = cpu_of(self.pids), time.perf_counter()
-        updates, taken = self._train_until(self._optimizer.local_epoch + STEPS)
+        self._end += STEPS
+        updates, taken = self._train_until(self._end)
         seconds, peak = time.perf_counter() - start, peaks_of(self.pids)
-        if not updates:
-            raise RuntimeError("hivemind has not averaged with all peers in a whole turn")
+        cpu, counted = cpu_of(self.pids) - cpu, max(1, updates)
         return {
-            "step_s": seconds / updates,
-            "cpu": (cpu_of(self.pids) - cpu) / updates,
+            "updates": updates,
+            "step_s": seconds / counted,
+            "cpu": cpu / counted,
             "sent": 0,  # hivemind does not count
-            "taken": taken / updates,
+            "taken": taken / counted,
             "peak": peak,
             "extra": max(0, peak - base),
         }
 
-    def _train_until(self, epoch: int) -> tuple[int, int]:
-        """An epoch of hivemind's is an update. Returns those of all peers together, and samples."""
+    def _train_until(self, epoch: int) -> Trained:
+        """An epoch of hivemind's is an update. Whoever lags takes over the others' state and epoch:
+        by that all end a turn, whatever goes wrong in it.
+        """
         updates, taken, at = 0, 0, self._optimizer.local_epoch
         while at < epoch:
             next(self._steps)
@@ -107,7 +117,9 @@ class HivemindTrainer:
             if self._optimizer.local_epoch > at:
                 at = self._optimizer.local_epoch
                 updates += self._was_together()
-        return updates, taken
+            if self._optimizer.tracker.global_progress.num_peers < self._job.size:
+                time.sleep(LONELY_S)  # whoever sees nobody goes on alone, and fast
+        return Trained(updates, taken)
 
     def _was_together(self) -> bool:
         averaging = self._optimizer.scheduled_grads
