@@ -7,10 +7,11 @@ the global batch and each peer's share of it a step: synchronous training, hivem
 it waits for is as short as in hivemind's own tests, and parameters, which do not differ as long as
 all is well, are not averaged besides the gradients.
 
-A step of the benchmark is an update with the gradients of all peers; those that hivemind makes with
-fewer, when it has found no group, take their time and do not count; nor do turns without any other. It may take in more samples
-than the global batch before an update, because peers go on while they learn of each other's
-progress: `samples_taken` says how many; `samples_per_s` counts the global batch, as for all others.
+A step of the benchmark is an update with the gradients of all peers. Those that hivemind makes with
+fewer, when it has found no group, take their time and do not count; a turn of nothing else is left
+out. It may take in more samples than the global batch before an update, because peers go on while
+they learn of each other's progress: `samples_taken` says how many; `samples_per_s` counts the
+global batch, as for all others.
 `cpu` and the memory are of this process and of hivemind's own.
 
 The first peer begins with a line for the others: where its DHT is. Each says when a few updates

@@ -135,8 +135,7 @@ def train(result: dict) -> list[str]:
         for peers, parameters in cells
     ]
     lines = [
-        "Samples a second, median (p10 to p90), and times those of the plain loop or of gloo at the "
-        "same moment:",
+        "Samples a second, median (p10 to p90), and times the plain loop's or gloo's of the same run:",
         "",
         *_head("", head),
     ]
