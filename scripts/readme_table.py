@@ -135,7 +135,7 @@ def train(result: dict) -> list[str]:
         for peers, parameters in cells
     ]
     lines = [
-        "Samples a second, median (p10 to p90), and times the plain loop's or gloo's of the same run:",
+        "Samples a second, median (p10 to p90), and times plain's or gloo's of the same run:",
         "",
         *_head("", head),
     ]
