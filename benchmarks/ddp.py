@@ -50,7 +50,7 @@ TOLERANCE = 1e-5  # between backends: they add in different orders
 # -- one rank -------------------------------------------------------------------------------------
 
 
-def model_of(millions: float):
+def model_of(millions: float, activation: str = "ReLU"):
     """About that many parameters."""
     import torch
     from torch import nn
@@ -59,7 +59,7 @@ def model_of(millions: float):
     width = max(8, round((millions * 1e6 / LAYERS) ** 0.5 / 8) * 8)
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
-        layers += [nn.Linear(width, width), nn.ReLU()]
+        layers += [nn.Linear(width, width), getattr(nn, activation)()]
     return nn.Sequential(*layers, nn.Linear(width, CLASSES)), width
 
 

@@ -33,6 +33,14 @@ AVERAGES = {
     ("amqp", "rounds", "fp32"): "RabbitMQ, elastic",
     ("hivemind", "hivemind", "fp32"): "hivemind: peer to peer",
 }
+TRAININGS = {
+    "plain": "a plain loop, one process",
+    "alone": "the same with `manyhands.join`, alone",
+    "gloo": "DDP over gloo",
+    "hub": "`manyhands.join`, hub without TLS",
+    "amqp": "`manyhands.join`, RabbitMQ",
+    "hivemind": "hivemind.Optimizer",
+}
 
 
 def links(result: dict) -> list[str]:
@@ -117,6 +125,36 @@ def ddp(result: dict) -> list[str]:
     return lines
 
 
+def train(result: dict) -> list[str]:
+    """Samples a second, and how many times the plain loop's, or gloo's."""
+    rows = {(r["link"], r["peers"], r["parameters"]): r for r in result["rows"]}
+    cells = sorted({key[1:] for key in rows}, key=lambda cell: (cell[1], cell[0]))
+    many = len({parameters for _, parameters in cells}) > 1
+    head = [
+        f"{peers} peer{'s' * (peers > 1)}" + f", {parameters / 1e6:.0f} M parameters" * many
+        for peers, parameters in cells
+    ]
+    lines = [
+        "Samples a second, median (p10 to p90), and times plain's or gloo's of the same run:",
+        "",
+        *_head("", head),
+    ]
+    for link, name in TRAININGS.items():
+        found = [rows.get((link, *cell)) for cell in cells]
+        if any(found):
+            lines.append(_row(name, [_rate(row) for row in found]))
+    return lines
+
+
+def _rate(row: dict | None) -> str:
+    if row is None:
+        return ""
+    ratio = row["ratio_to_gloo"] or row["ratio_to_plain"]
+    low, high = row["samples_per_s_p10"], row["samples_per_s_p90"]
+    rate = f"{row['samples_per_s']:.0f} ({low:.0f} to {high:.0f})"
+    return rate + (f", {ratio:.2f}x" if ratio else "")
+
+
 def _time(row: dict | None) -> str:
     if row is None:
         return ""
@@ -150,7 +188,7 @@ def main() -> int:
     """0 when README.md has the tables."""
     readme = ROOT / "README.md"
     text = wanted = readme.read_text()
-    for make in (links, allreduce, ddp):
+    for make in (links, allreduce, ddp, train):
         name = make.__name__
         if f"<!-- bench:{name} -->" not in text:
             continue

@@ -91,6 +91,40 @@ def test_ddp(tmp_path: Path) -> None:
     assert all(row["identical"] for row in rows)
 
 
+TRAINING = AVERAGING | {
+    "parameters",
+    "batch",
+    "samples_per_s",
+    "samples_per_s_p10",
+    "samples_per_s_p90",
+    "samples_taken",
+    "ratio_to_plain",
+    "ratio_to_gloo",
+    "loss",
+    "difference_to_plain",
+    "peak_bytes",
+}
+
+
+def test_train(tmp_path: Path) -> None:
+    options = ["--link", "plain,alone,gloo,hub,amqp,torchft", "--peers", "1,2", "--batch", "8"]
+    rows = rows_of(tmp_path, "train", *options, "--parameters", "0.1", keys=TRAINING)
+    assert [row["link"] for row in rows] == ["plain", "alone", "gloo", "hub", "amqp"]
+    assert all(row["identical"] for row in rows)
+    assert all(row["difference_to_plain"] < 1e-5 for row in rows)
+    assert "torchft is left out" in (tmp_path / "log").read_text()
+
+
+def test_train_of_hivemind(tmp_path: Path) -> None:
+    if importlib.util.find_spec("hivemind") is None:
+        pytest.skip(
+            "hivemind is not installed, so nothing here is compared: pip install '.[bench]'"
+        )
+    options = ["--link", "hivemind", "--peers", "2", "--parameters", "0.1", "--turns", "1"]
+    (row,) = rows_of(tmp_path, "train", *options, keys=TRAINING)
+    assert row["link"] == "hivemind"
+
+
 def test_scale(tmp_path: Path) -> None:
     keys = AVERAGING | {"parameters", "wrong_values", "extra_bound_bytes"}
     (row,) = rows_of(tmp_path, "scale", "--parameters", "1e6", keys=keys)
@@ -120,6 +154,7 @@ LONG = {
     "ddp": "--backend gloo,hub,amqp --ranks 2 --parameters 0.1 --turns 100000",
     "links": "--link hub,amqp --peers 2 --turns 100000",
     "scale": "--parameters 1e6 --rounds 100000",
+    "train": "--link gloo,hub,amqp --peers 2 --batch 8 --parameters 0.1 --turns 100000",
 }
 
 
