@@ -806,7 +806,13 @@ def autocast_loss(model, batch):
 
 
 def test_autocast(speeds):
-    compare(Recipe(with_loss(autocast_loss), model=single), speeds, tolerance=2e-2)
+    """With SGD: Adam makes a step of full size out of a gradient that is only rounding."""
+    recipe = Recipe(
+        with_loss(autocast_loss),
+        model=single,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    compare(recipe, speeds, tolerance=1e-2)
 
 
 @pytest.mark.parametrize(("clipped", "most"), [(False, None), (True, None), (True, 3)])

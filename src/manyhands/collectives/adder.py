@@ -61,6 +61,8 @@ class Adder:
         """The same of this peer's own, whose values are in the bank."""
         if part.weight <= 0 or self._bank.empty:
             return True
+        if self._layout.parts[part.k].dtype is not torch.bool:
+            return True  # without joining a part that spans several tensors
         return self._are_values(part.k, self._bank.values(part.k))
 
     def _are_values(self, k: int, data: Tensor) -> bool:

@@ -82,8 +82,7 @@ class Result:
         if self._closed:
             raise UsageError("this result was closed", hint="read it before you close it")
         flats = self._layout.check(tensors)
-        # One for all parts, and not of the heap: pieces that come and go leave holes there.
-        room = lasting_memory(max(part.num_bytes for part in self._layout.parts))
+        room: Tensor | None = None
         with torch.no_grad():
             for part, codec in zip(self._layout.parts, self._codecs, strict=True):
                 wire = self._blocks[part.k].tensor
@@ -95,8 +94,13 @@ class Result:
                 if len(slices) == 1:
                     codec.decode(wire, slices[0])
                     continue
-                values = room[: part.num_bytes].view(part.dtype)
-                codec.decode(wire, values)
+                if codec.raw and part.dtype is not torch.bool:
+                    values = wire.view(part.dtype)
+                else:
+                    if room is None:  # for all parts; not of the heap, where it would leave holes
+                        room = lasting_memory(max(p.num_bytes for p in self._layout.parts))
+                    values = room[: part.num_bytes].view(part.dtype)
+                    codec.decode(wire, values)
                 at = 0
                 for piece in slices:
                     piece.copy_(values[at : at + piece.numel()])
