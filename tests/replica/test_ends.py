@@ -78,3 +78,21 @@ def test_a_run_whose_state_is_lost_is_not_begun_anew_in_silence(zygote, hub):
         another = hands.join()
         assert another.wait() == 1
         assert "had a state, and nobody has it any more" in another.report()
+
+
+def test_who_trains_something_else_is_told_what_and_disturbs_nobody(zygote, url):
+    with Hands(zygote, url, epochs=20) as hands:
+        hands.join(pace_s=0.01).until(reached(2))
+        stranger = hands.join(grain=2, checkpoints=None)
+        assert stranger.wait() == 1
+        assert "grain_size is 4 there and 2 here" in stranger.report()
+        hands.finish(stranger)
+
+
+def test_one_dies_while_the_run_opens(zygote, url):
+    with Hands(zygote, url) as hands:
+        _, second, _ = hands.start(3)
+        second.until(lambda said: "joined" in said)
+        second.kill()
+        hands.join()
+        hands.finish(second)

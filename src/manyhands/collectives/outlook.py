@@ -43,11 +43,12 @@ class Outlook:
                 raise last.error or ManyhandsError(last.text)
         raise LinkTimeout("view that was waited for", timeout_s)
 
-    def wait_for_news(self, timeout_s: float) -> None:
-        """Until a view or a contribution has come, or an outcome is there."""
+    def wait_for_news(self, timeout_s: float) -> bool:
+        """Until a view or a contribution has come, or an outcome; whether there is one to take."""
         with self._news:
             if self._outcome() is None:
                 self._news.wait(timeout_s)
+            return self._outcome() is not None
 
     @property
     def must_start(self) -> bool:

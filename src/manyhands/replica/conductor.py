@@ -13,6 +13,7 @@ takes its place.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -83,8 +84,9 @@ class Conductor:
 
     `connect` joins the run anew and returns an engine that serves. `take` loads a state that came.
     `look` is called whenever there is time. `enough`: so many follow that the first round with
-    samples may begin. `nothing` is a contribution that counts nothing. `most`
-    is how many units a turn has at most. `offers`: this peer has a state that a run may start from.
+    samples may begin, for which this peer waits `gather_s` at most. `nothing` is a contribution
+    that counts nothing. `most` is how many units a turn has at most. `offers`: this peer has a
+    state that a run may start from.
     """
 
     connect: Callable[[], Rounds]
@@ -95,6 +97,7 @@ class Conductor:
     nothing: Sequence[Tensor]
     base: Base
     most: int
+    gather_s: float
     offers: bool = True
     over: bool = False
     stopped: Stopped | None = None
@@ -207,7 +210,8 @@ class Conductor:
                 self.rounds.abort(Excluded("its loop has ended, and others go on"))
                 self.over = True
                 return
-            self.rounds.outlook.wait_for_news(_TICK_S)
+            if not self._pause():
+                return
         self.rounds.contribute(turn.task, self.nothing, weight=0.0, ranges=turn.ranges)
 
     def _all_leave(self) -> bool:
@@ -241,12 +245,30 @@ class Conductor:
         self._todo[-1].last = True
 
     def _open(self, task: Task) -> None:
-        """A round without samples: as its only member, hold it until enough others follow."""
+        """A round without samples: as its only member, hold it until enough others follow.
+
+        Not for ever: while nothing is committed, nobody who has missed the round before can come.
+        """
         if self.base.openings.is_gathering(task.round):
-            while not (self._leaving or self.enough(self.rounds)):
-                self.look()
-                self.rounds.outlook.wait_for_news(_TICK_S)
+            end_s = time.monotonic() + self.gather_s
+            while not (self._leaving or self.enough(self.rounds) or time.monotonic() > end_s):
+                if not self._pause():
+                    break
         self.rounds.contribute(task, self.nothing, weight=0.0)
+
+    def _pause(self) -> bool:
+        """Wait for news of the others; False if an outcome has come that must be dealt with."""
+        self.look()
+        if not self.rounds.outlook.wait_for_news(min(_TICK_S, self.gather_s / 2)):
+            return True
+        outcome = self._next()
+        match outcome:
+            case Retry() | Settled() | Generation() | Stable():
+                self.tell(outcome)
+                return True
+            case _:
+                self._pending = outcome
+                return False
 
     def _is_closing(self) -> bool:
         return self.base.record is not None and self.base.record.closing

@@ -184,6 +184,7 @@ class Session:
             self._gradients.nothing(),
             base or Base(0, b""),
             most,
+            gather_s=place.lease_s,
             offers=base is not None,
         )
         self._openings = self.conductor.base.openings  # as the engine knows them
