@@ -400,7 +400,9 @@ CALLS = {f.__name__: f for f in (peer, publish, run_amqp_raw, run_local, run_soc
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--call"]:
-        print(json.dumps(CALLS[sys.argv[2]](*json.loads(sys.stdin.readline()))))
+        asked = sys.stdin.readline()
+        if asked:  # else whoever was to ask has been ended
+            print(json.dumps(CALLS[sys.argv[2]](*json.loads(asked))))
     else:
         with guarded():
             main()

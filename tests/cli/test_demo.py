@@ -21,11 +21,19 @@ from manyhands.data.calendar import Calendar
 PATIENCE_S = 30.0  # for processes that were told to end
 PEER = "manyhands.cli.demo_peer"
 
+# Whoever runs the tests in the background may have SIGINT ignored.
+MAIN = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from manyhands.cli.main import main
+main()
+"""
+
 
 @contextmanager
 def start(tmp_path, *options):
     """The demo; leaving the block kills it."""
-    command = [sys.executable, "-m", "manyhands", "demo", *options]
+    command = [sys.executable, "-c", MAIN, "demo", *options]
     environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ

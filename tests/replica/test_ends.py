@@ -35,6 +35,7 @@ def test_ctrl_c_saves_and_ends(zygote, url, tmp_path):
         first.tell("interrupt")
         assert first.wait() == -signal.SIGINT, first.report()
         assert "KeyboardInterrupt" in first.report()
+        assert "to go on from round" in first.report()
         (place,) = Store(folder).places()
         assert place.round == 1 + max(said["round"] for said in first.said if "round" in said)
         hands.join(resume=True)

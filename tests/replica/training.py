@@ -9,6 +9,7 @@ told to be slow, or to kill itself at a point of a round.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from typing import Any
@@ -196,6 +197,7 @@ def play(child: Any) -> None:
     from manyhands.replica import session
     from tests.collectives.rounds_peer import Trip
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     dial = session.dial
     session.dial = lambda *where: Trip(dial(*where), child.orders["points"], child.reached)
     train(child, **child.orders["train"])

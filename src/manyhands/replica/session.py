@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.optim import LBFGS, Optimizer
 
 from manyhands.collectives.instructions import Generation, Stable
@@ -135,6 +139,12 @@ class Session:
         for optimizer in optimizers:
             _check_optimizer(optimizer)
         self._place, self._options = place, options
+        if options.grain_size is None and (kinds := _batch_dependent(model)):
+            log.warning(
+                "%s see their batch or chance: without grain_size=N the run is the same at any "
+                "number of peers only statistically",
+                ", ".join(kinds),
+            )
         inner: Module = getattr(model, "_orig_mod", model)  # of one that torch.compile has made
         parameters = parameters_of(inner, optimizers)
         calendar = self._calendar = Calendar(source.size, source.batch, source.drop_last)
@@ -302,9 +312,16 @@ class Session:
 
     def _at_end(self) -> None:
         """The loader has no more; perhaps since this peer has left."""
-        if self.conductor.over and self._signals.interrupted:
-            self.finish()
-            raise KeyboardInterrupt
+        if not (self.conductor.over and self._signals.interrupted):
+            return
+        self.finish()
+        if self._keeper is not None:
+            log.warning(
+                "to go on from round %d: MANYHANDS_RESUME=1 %s",
+                self.conductor.base.round,
+                shlex.join(["python", *sys.argv]),
+            )
+        raise KeyboardInterrupt
 
     def _tell(self, event: Event) -> None:
         if isinstance(event, Stable):
@@ -412,6 +429,16 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             "LBFGS calls its closure several times a step, and a round has one backward",
             hint="take an optimizer that steps without a closure, Adam or SGD say",
         )
+
+
+def _batch_dependent(model: Module) -> list[str]:
+    """Kinds of layers whose output for a sample depends on which others come with it."""
+    found = {
+        type(module).__name__
+        for module in model.modules()
+        if isinstance(module, _BatchNorm | _DropoutNd)
+    }
+    return sorted(found)
 
 
 def _agreed(
