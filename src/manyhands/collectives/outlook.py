@@ -25,6 +25,8 @@ class Outlook:
     ) -> None:
         """`outcome`: the next one that waits to be taken, if any."""
         self._news, self._machine, self._shelf, self._outcome = news, machine, shelf, outcome
+        self.first: View | None = None
+        """The view with which this peer came."""
 
     def wait_for_view(
         self, enough: Callable[[View], bool], timeout_s: float = DEFAULT_TIMEOUT_S

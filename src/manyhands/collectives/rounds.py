@@ -439,6 +439,7 @@ class Rounds:
     def _see(self, view: View) -> None:
         with self._lock:
             self._post.see(view)
+            self.outlook.first = self.outlook.first or view
             self._feed(e.ViewSeen(view))
             self._news.notify_all()
 

@@ -186,10 +186,15 @@ class Conductor:
         openings = self.base.openings
         self.base = Base(committed.round + 1, committed.chain, committed.record, openings)
 
-    def finish(self, *, ended: bool) -> None:
-        """The loop has: until this peer may exit. `ended`: the run has, too; else it is left."""
+    def finish(self, turn: Turn | None, *, ended: bool) -> None:
+        """The loop has ended: until this peer may exit. `turn`: that it was in the middle of.
+
+        `ended`: the run has, too; else it is left.
+        """
         if self._rounds is None or self.over:
             return
+        if turn is not None:
+            self._todo.appendleft(turn)
         if not ended:
             self.leave(finished=True)
         while (turn := self.next_turn()) is not None:

@@ -107,6 +107,15 @@ class Replica:
         self._reseed(turn.round, turn.ranges.spans[0][0] if turn.ranges else 0)
         self._started_s = time.perf_counter()
 
+    def abandon(self) -> Turn | None:
+        """The loop has ended, perhaps within a body: that one's turn, which others are to redo."""
+        turn, self._turn = self._turn, None
+        if turn is None or turn.ended:
+            return None
+        self._gradients.undo()
+        self._undo()
+        return turn
+
     def end(self) -> None:
         """The loop ends: what the user does after it belongs to the last round."""
         self.settle()

@@ -225,6 +225,7 @@ class Session:
         )
         self.loader.at_end = self._at_end
         self._signals = Signals()
+        self._is_new = True  # nobody had begun the run when this peer came
         try:
             self.conductor.begin(self._wait_for_peers)
             self.replica.watch(model, [p for _, p in parameters])
@@ -254,11 +255,11 @@ class Session:
 
     def finish(self) -> None:
         """The user's loop has ended: go when the others can do without this peer."""
-        self.replica.end()
+        turn = self.replica.abandon()
         self._between(self.conductor.base.applied)
         last = self.roster in ((), (self.me,)) or self.roster[0] == self.me
         ended = self._num_rounds is not None and self.conductor.base.round >= self._num_rounds
-        self.conductor.finish(ended=ended)
+        self.conductor.finish(turn, ended=ended)
         if self._keeper is not None and last:
             self._keeper.save_last(self.conductor.base)
 
@@ -328,7 +329,8 @@ class Session:
             if self._keeper is not None:
                 self._keeper.stable(event.applied)
             return  # every round is
-        if isinstance(event, Generation) and event.own and self.conductor.base.round == 0:
+        own = isinstance(event, Generation) and event.own
+        if own and not self._is_new and self.conductor.base.round == 0:
             raise UsageError(
                 f"the run at {self._place.address} had a state, and nobody has it any more",
                 hint="resume from a checkpoint, or begin anew with another run name",
@@ -377,6 +379,8 @@ class Session:
 
     def _wait_for_peers(self, rounds: Rounds) -> None:
         """Until as many have come as the user wants, or the run is under way."""
+        view = rounds.outlook.wait_for_view(lambda view: True)
+        self._is_new = (rounds.outlook.first or view).founder is not None
         waiting_s = time.monotonic()
         while True:
             if self._signals.leave:
