@@ -95,5 +95,6 @@ def test_one_dies_while_the_run_opens(zygote, url):
         _, second, _ = hands.start(3)
         second.until(lambda said: "joined" in said)
         second.kill()
-        hands.join()
-        hands.finish(second)
+        fourth = hands.join()
+        hands.finish(second, fourth)
+        assert fourth.wait() == 0, fourth.report()  # it may have come too late

@@ -43,7 +43,7 @@ def test_three_hundred_steps_with_deaths_and_arrivals(zygote, url, seed):
     with Hands(zygote, url, epochs=75) as hands:
         keeper, *_ = hands.start(3, pace_s=0.002)
         dead = []
-        for at in sorted(dice.sample(range(10, 230), 8)):
+        for at in sorted(dice.sample(range(10, 180), 8)):
             keeper.until(lambda said, at=at: said.get("round", -1) >= at)
             mortal = [hand for hand in hands.all[1:] if hand not in dead]
             if mortal and (len(mortal) == 4 or dice.random() < 0.5):
@@ -94,7 +94,7 @@ def test_all_but_one_are_killed(zygote, url):
 
 def test_stopped_for_longer_than_its_lease(zygote, url):
     """It comes back by itself, as a new incarnation, and takes part again."""
-    with Hands(zygote, url, epochs=8) as hands:
+    with Hands(zygote, url, epochs=14) as hands:
         first, second = hands.start(2, pace_s=0.02)
         second.until(lambda said: said.get("round", -1) >= 2)
         second.stop()
