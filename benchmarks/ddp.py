@@ -31,8 +31,8 @@ from harness import (
     Worker,
     cpu_of,
     forget_peaks,
-    hub_process,
     machine,
+    meeting_points,
     memory_of,
     peaks_of,
     quantile,
@@ -245,16 +245,7 @@ def main() -> None:
     backends = args.backend.split(",")
     rows = []
     with contextlib.ExitStack() as stack:
-        urls: dict[str, str] = {}
-        meeting: dict[str, list[int]] = {}
-        if "hub" in backends:
-            urls["hub"], pid = stack.enter_context(hub_process(tls=False))
-            meeting["hub"] = [pid]
-        if "amqp" in backends:
-            from manyhands.testing.broker import Broker
-
-            broker = stack.enter_context(Broker())
-            urls["amqp"], meeting["amqp"] = broker.url(), list(broker.process_ids())
+        urls, meeting = meeting_points(stack, backends)
         for millions in (float(n) for n in args.parameters.split(",")):
             for size in (int(n) for n in args.ranks.split(",")):
                 rows += measure(size, millions, args, urls, meeting)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Self
@@ -93,6 +94,23 @@ def hub_process(*, tls: bool):
             process.terminate()
             process.wait()
             process.stdout.close()
+
+
+def meeting_points(
+    stack: contextlib.ExitStack, wanted: Sequence[str]
+) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """Of "hub" (without TLS) and "amqp", those that are: URLs, and the processes behind them."""
+    urls: dict[str, str] = {}
+    processes: dict[str, list[int]] = {}
+    if "hub" in wanted:
+        urls["hub"], pid = stack.enter_context(hub_process(tls=False))
+        processes["hub"] = [pid]
+    if "amqp" in wanted:
+        from manyhands.testing.broker import Broker
+
+        broker = stack.enter_context(Broker())
+        urls["amqp"], processes["amqp"] = broker.url(), list(broker.process_ids())
+    return urls, processes
 
 
 @contextlib.contextmanager

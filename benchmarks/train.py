@@ -43,8 +43,8 @@ from harness import (
     Worker,
     cpu_of,
     forget_peaks,
-    hub_process,
     machine,
+    meeting_points,
     memory_of,
     peaks_of,
     quantile,
@@ -407,16 +407,7 @@ def main() -> None:
     rows = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        urls: dict[str, str] = {}
-        meeting: dict[str, list[int]] = {}
-        if "hub" in links:
-            urls["hub"], pid = stack.enter_context(hub_process(tls=False))
-            meeting["hub"] = [pid]
-        if "amqp" in links:
-            from manyhands.testing.broker import Broker
-
-            broker = stack.enter_context(Broker())
-            urls["amqp"], meeting["amqp"] = broker.url(), list(broker.process_ids())
+        urls, meeting = meeting_points(stack, links)
         for millions in (float(n) for n in args.parameters.split(",")):
             bench = Bench(millions, args, urls, meeting, folder)
             for size in sizes:

@@ -100,7 +100,6 @@ class Conductor:
     gather_s: float
     offers: bool = True
     over: bool = False
-    stopped: Stopped | None = None
     _rounds: Rounds | None = None
     _todo: deque[Turn] = field(default_factory=deque[Turn])
     _pending: Outcome | None = None
@@ -279,7 +278,6 @@ class Conductor:
         return self.base.record is not None and self.base.record.closing
 
     def _on_stopped(self, last: Stopped) -> None:
-        self.stopped = last
         self.tell(last)
         if last.reason in AGAIN and not self._leaving:
             self._rejoin()

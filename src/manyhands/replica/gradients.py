@@ -74,6 +74,11 @@ class Gradients:
         return len(self._parameters)
 
     @property
+    def num_tensors(self) -> int:
+        """Of a contribution."""
+        return len(self._parameters) + len(self._buffers)
+
+    @property
     def like(self) -> list[Tensor]:
         """Tensors of the shape of a contribution."""
         buffers = [slot.tensor for slot in self._buffers]

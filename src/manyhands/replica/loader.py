@@ -99,11 +99,11 @@ class Loader:
         if self._held is None:
             at = self._conductor.base.round
             if self._is_over(at) or self._calendar.span(at).epoch > epoch:
-                self._replica.end()
+                self._replica.settle()
                 return None
             self._held = self._replica.next_turn()
         if self._held is None or self._calendar.span(self._held.round).epoch > epoch:
-            self._replica.end()
+            self._replica.settle()
             return None
         turn, self._held = self._held, None
         return turn

@@ -77,11 +77,6 @@ class Replica:
         """Meet the rounds from this model's backwards."""
         self._backward = Backward(model, parameters, self._on_begun, self._on_done)
 
-    @property
-    def turn(self) -> Turn | None:
-        """The one whose body runs, or has run last."""
-        return self._turn
-
     # -- between two bodies ---------------------------------------------------------------------
 
     def next_turn(self) -> Turn | None:
@@ -115,10 +110,6 @@ class Replica:
         self._gradients.undo()
         self._undo()
         return turn
-
-    def end(self) -> None:
-        """The loop ends: what the user does after it belongs to the last round."""
-        self.settle()
 
     def replaced(self) -> None:
         """The state is another one: what was remembered of the old one is void."""
@@ -217,7 +208,7 @@ class Replica:
         assert turn.task is not None
         self._measure(turn)
         if weight <= 0:
-            unused = [False] * len(self._gradients.like)
+            unused = [False] * self._gradients.num_tensors
             self._scalars.end_pass(turn.task.generation, 0.0, unused)
             return self._conductor.close_turn(turn, self._gradients.nothing(), 0.0)
         # Sums are of the order of one batch, whatever its size: w / B of a mean.
@@ -229,7 +220,7 @@ class Replica:
         return self._conductor.close_turn(turn, tensors, share)
 
     def _apply(self, turn: Turn, committed: Committed) -> None:
-        num_tensors = len(self._gradients.like)
+        num_tensors = self._gradients.num_tensors
         used = self._scalars.committed(turn.round, committed.sums[0].notes, num_tensors)
         self._gradients.adopt(committed.result, used)
         self._norm = committed.squared_norm**0.5

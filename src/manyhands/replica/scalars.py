@@ -72,7 +72,6 @@ class Scalars:
         self._now: dict[str, Total] = {}
         self._late: dict[str, Total] = {}
         self.known: dict[str, tuple[int, float]] = {}  # by name: the newest round, and its mean
-        self.news: list[tuple[int, str, float]] = []  # (round, name, mean), until somebody looks
 
     # -- what is said ---------------------------------------------------------------------------
 
@@ -151,9 +150,7 @@ class Scalars:
             raise Malformed(f"the notes of round {round_} are none: {error}") from None
         for name, late, total, weight in found.lines:
             at = round_ - 1 if late else round_
-            mean = total / weight if weight else math.nan
-            self.known[name] = (at, mean)
-            self.news.append((at, name, mean))
+            self.known[name] = (at, total / weight if weight else math.nan)
         used = int.from_bytes(found.used, "little")
         return [bool(used >> i & 1) for i in range(num_tensors)]
 

@@ -257,7 +257,7 @@ class Session:
         """The user's loop has ended: go when the others can do without this peer."""
         turn = self.replica.abandon()
         self._between(self.conductor.base.applied)
-        last = self.roster in ((), (self.me,)) or self.roster[0] == self.me
+        last = not self.roster or self._leads()
         ended = self._num_rounds is not None and self.conductor.base.round >= self._num_rounds
         self.conductor.finish(turn, ended=ended)
         if self._keeper is not None and last:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
 import torch
 import xxhash
-from torch import Tensor
 from torch.nn import Module
 
 from manyhands.checkpoint.tree import Flat, flatten
@@ -82,8 +81,3 @@ def digest_of(flat: Flat) -> bytes:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(bytes_of(tensor))
     return digest.digest()
-
-
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As they are now."""
-    return [tensor.detach().clone() for tensor in tensors]

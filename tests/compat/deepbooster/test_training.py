@@ -206,7 +206,9 @@ def test_a_message_straight_to_the_queue_ignites_too(new_crew, tmp_path):
                 "x" * 100_000, content_type="text/plain", application_headers={"a": {"b": 1.5}}
             )
             connection.channel().basic_publish(message, "", crew.ignitions[0])
-        trainer.result()
+        report, _ = trainer.result()
+        assert not report["lost"]
+        assert report["steps"] > 0
         trainer.end()
 
 
@@ -220,7 +222,9 @@ def test_a_limited_user_can_train(broker, new_crew, tmp_path):
             broker.ctl(*words, *(["password"] if words[0] == "add_user" else []))
         crew.ignite()
         trainer = crew.start(0, trainer={"url_parameters": broker.url(user, "password")})
-        trainer.result()
+        report, _ = trainer.result()
+        assert not report["lost"]
+        assert report["steps"] > 0
         trainer.end()
 
 
