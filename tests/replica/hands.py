@@ -74,6 +74,8 @@ class Hands:
                     number = said["round"]
                     assert said["of"] == number, hand.report()
                     assert abs(said["loss"] - losses[number]) < TOLERANCE, hand.report()
+                    if hand in dead:
+                        continue  # it alone may have seen its last round, which others did anew
                     # Within a life to the bit; another may have other shares of the same round.
                     state = states.setdefault((number, hand.life), said["state"])
                     assert state == said["state"], f"round {number} differs: {hand.report()}"

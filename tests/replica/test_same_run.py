@@ -74,7 +74,7 @@ def name_of(point: dict) -> str:
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("point", POINTS, ids=name_of)
 def test_killed_in_any_phase(zygote, url, place, point):
-    with Hands(zygote, url) as hands:
+    with Hands(zygote, url, lease_s=10.0) as hands:  # a run waits so long for its first peers
         for number in range(3):
             points = [point | {"then": "die"}] if number == place else []
             hands.join(*points, min_peers=3)
