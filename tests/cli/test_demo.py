@@ -120,16 +120,16 @@ def family_of(process, when):
 # -- what the score finds -----------------------------------------------------------------------
 
 
-def told(number, *shares, loss=1.0):
+def told(number, *shares, loss=1.0, **by):
     names = (f"peer-{i + 1}" for i in range(len(shares)))
-    return {"round": number, "loss": loss, "shares": dict(zip(names, shares, strict=False))}
+    return {"round": number, "loss": loss, "shares": dict(zip(names, shares, strict=False)), **by}
 
 
 def score_of(*reports):
     """Of a run of two rounds, of four samples and of two; the second peer is killed."""
     score = Score(Calendar(6, 4), 1, "peer-3")
     for now_s, report in enumerate(reports):
-        score.take(report, float(now_s))
+        score.take(report.get("by", "peer-1"), report, float(now_s))
         if now_s == 0:
             score.kill("peer-2", 0.5)
     score.accuracies.append(0.99)
@@ -151,6 +151,15 @@ def test_a_run_as_promised():
     score = score_of(FIRST, SECOND)
     assert (score.killed_in, score.noticed_s, score.took_part_from) == (1, 0.5, 1)
     assert score.computed == {"peer-1": 3, "peer-2": 2, "peer-3": 1}
+
+
+def test_a_round_that_the_dead_alone_had_seen():
+    """The others share it out again; what they say counts, in whichever order it comes."""
+    anew = told(0, [[0, 4]], loss=1.0 + 1e-9)
+    assert problems({**FIRST, "by": "peer-2"}, anew, anew, SECOND) == []
+    assert score_of({**FIRST, "by": "peer-2"}, anew, SECOND).computed["peer-1"] == 5
+    assert problems(FIRST, {**anew, "by": "peer-2"}, SECOND) == []
+    assert problems(FIRST, anew, SECOND) == ["peers had different losses in round 0"]
 
 
 @pytest.mark.parametrize(

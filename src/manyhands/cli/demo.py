@@ -161,7 +161,7 @@ class Show:
     def _on_round(self, name: str, said: Mapping[str, Any]) -> None:
         score, now_s = self.score, time.monotonic()
         before_s = score.noticed_s
-        score.take(said, now_s)
+        score.take(name, said, now_s)
         # It has told of a round, and so is in the middle of the next one.
         is_time = name == self._victim and score.round >= _KILL_AT * score.num_rounds
         if is_time and score.killed is None:

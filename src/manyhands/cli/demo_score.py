@@ -38,6 +38,8 @@ class Score:
     """The first round that the late peer gave something to."""
     problems: list[str] = field(default_factory=list[str])
     _killed_s: float = 0.0
+    _tellers: dict[int, str] = field(default_factory=dict[int, str])
+    """Who told of a round first."""
 
     @property
     def num_rounds(self) -> int:
@@ -58,14 +60,21 @@ class Score:
         """This peer is dead, in the middle of a round."""
         self.killed, self.killed_in, self._killed_s = name, self.round, now_s
 
-    def take(self, said: Mapping[str, Any], now_s: float) -> None:
-        """A peer has applied a round. All must say the same of it."""
+    def take(self, name: str, said: Mapping[str, Any], now_s: float) -> None:
+        """This peer has applied a round. All that live must say the same of it.
+
+        One that dies may be the only one to have seen the end of its last round. Then the others
+        share it out again, and its mean is rounded otherwise.
+        """
         number, loss = int(said["round"]), float(said["loss"])
         if number in self.losses:
-            if loss != self.losses[number]:
+            if loss == self.losses[number] or name == self.killed:
+                return
+            if self._tellers[number] != self.killed:
                 self.problems.append(f"peers had different losses in round {number}")
-            return
-        self.losses[number] = loss
+                return
+            self.computed.subtract(self.newest)
+        self.losses[number], self._tellers[number] = loss, name
         self._count(number, said["shares"])
         if self.killed is not None and self.noticed_s is None and not self.newest.get(self.killed):
             self.noticed_s = now_s - self._killed_s
