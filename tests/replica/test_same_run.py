@@ -71,13 +71,14 @@ def name_of(point: dict) -> str:
     return f"{'before ' if point.get('before') else ''}{point['what']}"
 
 
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("point", POINTS, ids=name_of)
 def test_killed_in_any_phase(zygote, url, place, point):
+    """The first peer of the roster, and another that adds up a part: the third of them does not."""
     with Hands(zygote, url, lease_s=10.0) as hands:  # a run waits so long for its first peers
         for number in range(3):
             points = [point | {"then": "die"}] if number == place else []
-            hands.join(*points, min_peers=3)
+            hands.join(*points, min_peers=3).until(lambda said: "dialed" in said)
         victim = hands.all[place]
         assert victim.wait(60) == -9
         hands.finish(victim)

@@ -199,7 +199,13 @@ def play(child: Any) -> None:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     dial = session.dial
-    session.dial = lambda *where: Trip(dial(*where), child.orders["points"], child.reached)
+
+    def dial_as_told(*where: Any) -> Trip:
+        trip = Trip(dial(*where), child.orders["points"], child.reached)
+        child.say({"dialed": trip.me.name})  # it is in the roster
+        return trip
+
+    session.dial = dial_as_told
     train(child, **child.orders["train"])
 
 

@@ -92,7 +92,9 @@ def test_the_users_own_error_is_the_users_and_the_others_go_on(new_crew, tmp_pat
     chunks_for(tmp_path, 2, 2)
     with new_crew(2) as crew:
         crew.ignite()
-        trainers = [crew.start(0), crew.start(1, fails=1)]
+        trainers = [crew.start(0), crew.start(1, fails=1, stops=[1])]
+        trainers[0].until("seen", 1)  # the first step is done there too
+        trainers[1].go()
         assert trainers[1].until("error") == "RuntimeError"
         trainers[1].end()
         report, _ = trainers[0].result()
