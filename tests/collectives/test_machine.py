@@ -43,6 +43,8 @@ class Seat:
                 elif isinstance(said, i.AddUp):
                     digest = b"digest of %d" % said.sum.k
                     answers += self.tell(e.Summed(said.sum, digest), lease=lease)
+                elif isinstance(said, i.Conclude):
+                    answers += self.tell(e.Concluded(said.sums, b"of its own"), lease=lease)
         self.said += answers
         return answers
 

@@ -31,6 +31,7 @@ INTERESTING = (
     "take-overs", "quiet leaves", "all leaving", "snapshots", "started over", "finished",
     "finished by newcomers", "lost", "stopped: excluded", "stopped: sent back", "stopped: over",
     "kill", "pause", "suspect", "offline", "join", "rejoin", "leave", "restart", "lost queue",
+    "alone",
 )  # fmt: skip
 
 
@@ -63,7 +64,8 @@ MUTATIONS = [  # (what is broken, where it shows, schedules within which it must
     (broken.CommitsWithoutALease, Sniper, 300),
     (broken.CommitsWithoutEvidence, World, 300),
     (broken.TrustsItsLeaseWhenAlone, World, 300),
-    (broken.GoesByARecordThatDidNotKnow, World, 200),
+    (broken.GoesByARecordThatDidNotKnow, ComingAndGoing, 200),
+    (broken.ConcludesAlthoughOthersAreThere, Starved, 50),
     (broken.TrustsItsOwnStateAtTheFirstRecord, World, 500),
     (broken.AsksOnceWhateverIsLost, World, 300),
     (broken.ForgetsWhoWasServed, World, 2000),

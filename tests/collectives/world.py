@@ -63,6 +63,7 @@ class Peer:
     kept: dict[tuple, bytes] = field(default_factory=dict)
     pieces: dict[tuple, set[int]] = field(default_factory=dict)  # of states: places of donors
     bank: Ranges = EMPTY
+    concluded: tuple | None = None  # (round, attempt) that it was alone in
     history: dict[int, Round] = field(default_factory=dict)
     offered: int = -1  # rounds of the state that it came with
     gaps_seen: int = 0
@@ -162,6 +163,8 @@ class World:
                 self.send(peer, instruction.to, instruction.message, queue)
             case i.AddUp():
                 self.add_up(peer, instruction.sum, queue)
+            case i.Conclude():
+                self.conclude(peer, instruction, queue)
             case i.Compute():
                 self.compute(peer, instruction)
             case i.Begin():
@@ -305,6 +308,17 @@ class World:
         self.file(peer, head, digest)
         (peer.chores if self.lazy else queue).append(event)
 
+    def conclude(self, peer, alone, queue):
+        """The values of such a round are nowhere but at this peer, and must never be asked for."""
+        self.require(alone.part.ranges == peer.bank, "the bank is not what the Part says")
+        weight = float(len(alone.part.ranges))
+        sums = tuple(msgspec.structs.replace(head, weight=weight) for head in alone.sums)
+        self.closing[alone.part.round, alone.part.attempt] = peer.machine.record.closing
+        digest = hashlib.blake2b(m.encode(sums[0]), digest_size=16).digest()
+        peer.concluded = (alone.part.round, alone.part.attempt)
+        self.count["alone"] += 1
+        (peer.chores if self.lazy else queue).append(e.Concluded(sums, digest))
+
     def compute(self, peer, instruction):
         self.require(bool(instruction.ranges), "an empty Compute")
         again = instruction.ranges & Ranges.union([peer.bank, *peer.todo])
@@ -319,7 +333,10 @@ class World:
     def compute_pass(self, peer):
         ranges = peer.todo.pop(0)
         peer.bank |= ranges
-        self.tell(peer.number, e.Computed(peer.machine.applied, ranges))
+        round_ = peer.machine.applied
+        poisoned = any((round_, sample) in self.poison for sample in peer.bank)
+        fit = not poisoned and (self.steps + round_) % 3 > 0  # nothing is drawn for it
+        self.tell(peer.number, e.Computed(round_, ranges, fit))
 
     def stop(self, peer, instruction):
         peer.stopped = instruction.reason
@@ -347,7 +364,10 @@ class World:
     def commit(self, peer, done):
         round_, heads = done.round, done.sums
         closing = peer.history.get(round_ - 1, NO_ROUND).closing
-        for k in range(self.num_parts):
+        if done.alone:
+            self.require(peer.concluded == (round_, done.attempt), "nothing was concluded")
+            self.require(peer.bank == heads[0].contributions[0].ranges, "the bank was dropped")
+        for k in range(0 if done.alone else self.num_parts):
             key = (round_, done.attempt, k)
             self.require(key in peer.sums, f"values to commit were dropped: {key}")
             peer.kept[key] = peer.sums[key]

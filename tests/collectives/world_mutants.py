@@ -162,6 +162,13 @@ class RefusesForItsOwnPartAlone(RoundMachine):
         return AddUp(msgspec.structs.replace(head, contributions=good, refused=EMPTY))
 
 
+class ConcludesAlthoughOthersAreThere(RoundMachine):
+    def _contribute(self):
+        states, self.states = self.states, {self.me: self.states[self.me]}
+        super()._contribute()
+        self.states = states
+
+
 class ExitsAfterTheLastRealRound(RoundMachine):
     def _serve(self, record, donors):
         super()._serve(record, donors)

@@ -17,18 +17,19 @@ from manyhands.collectives.book import Kept, Key
 from manyhands.collectives.events import (
     Arrival,
     Computed,
+    Concluded,
     LeaseConfirmed,
     PartArrived,
-    RoundGoneArrived,
     SumArrived,
     Summed,
-    WantArrived,
 )
+from manyhands.collectives.follower import Follower
 from manyhands.collectives.instructions import (
     AddUp,
     Begin,
     Commit,
     Compute,
+    Conclude,
     ConfirmLease,
     Discard,
     DropBank,
@@ -38,26 +39,23 @@ from manyhands.collectives.instructions import (
     StopReason,
 )
 from manyhands.collectives.messages import (
-    Fill,
     Newcomer,
     Part,
     Record,
-    RoundGone,
     SelfReport,
     Share,
     Snapshot,
     Sum,
     Tag,
-    Want,
 )
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.shares import Closure, next_record
-from manyhands.collectives.standing import Course, Mode, Served, Standing
+from manyhands.collectives.standing import Course, Mode, Served
 from manyhands.core.peers import PeerState
 from manyhands.links.messages import Resign
 
 
-class Attempt(Standing):
+class Attempt(Follower):
     """What a peer does while no cut is being answered."""
 
     def __init__(self, me: int, course: Course) -> None:
@@ -65,6 +63,8 @@ class Attempt(Standing):
         self._adding: set[int] = set()  # parts of this attempt that the runtime adds up
         self._confirming: Key | None = None  # attempt whose commit waits for the lease
         self._confirmed: Key | None = None
+        self._fit = False  # what is in the bank would do as the result of a round
+        self._concluded: Key | None = None  # attempt whose values nobody can be sent
         self.fill_tag: Tag | None = None  # while filling: the attempt that is filled in
 
     @abstractmethod
@@ -100,7 +100,9 @@ class Attempt(Standing):
     def _on_computed(self, event: Computed) -> None:
         if event.round == self.applied:
             self.bank |= event.ranges & self.asked
+            self._fit = event.fit
             self._work()
+            self._fit = False
 
     def _contribute(self) -> None:
         """To every owner, also without samples: that a Sum has all Parts proves all have come.
@@ -109,10 +111,36 @@ class Attempt(Standing):
         """
         self.sent = True
         asks = tuple(Newcomer(peer, number) for peer, number in self.asks.items())
+        report = SelfReport(self.speed, asks)
+        nobody_else = self.members == tuple(self.states) == (self.me,)
+        if self._fit and nobody_else and not self._view_is_old(self._governing()):
+            self._conclude(report)
+            return
         for k in reversed(range(self.course.num_parts)):
-            report = SelfReport(self.speed, asks) if k == 0 else None
-            part = Part(self.applied, self.tag, k, self.claims, report=report)
+            first = report if k == 0 else None
+            part = Part(self.applied, self.tag, k, self.claims, report=first)
             self._emit(Send(self.members[k % len(self.members)], part))
+
+    def _conclude(self, report: SelfReport) -> None:
+        """With nobody else there, all parts at once: what this peer has is the result."""
+        part = Part(self.applied, self.tag, 0, self.claims, report=report)
+        self.book.add_part(self.me, part, refused=False)
+        record = self._write_record()
+        share = (Share(self.me, self.claims),)
+        numbers = range(self.course.num_parts)
+        self._adding.update(numbers)
+        heads = (Sum(*self._key, k, share, EMPTY, None if k else record) for k in numbers)
+        self._emit(Conclude(part, tuple(heads)))
+
+    def _on_concluded(self, event: Concluded) -> None:
+        head = event.sums[0]
+        if (head.round, head.attempt) != self._key or self.mode is not Mode.RUNNING:
+            return  # a cut came: this attempt is void
+        for head in event.sums:
+            self.book.add_sum(head, event.digest)
+        self._concluded = self._key
+        self._release()
+        self._progress()
 
     def _drop_bank(self) -> None:
         if self.asked:
@@ -333,9 +361,10 @@ class Attempt(Standing):
         results = self.book.results(key)
         self.previous, self.chain = self.chain, self.book.chain_after(self.chain, key)
         sums = tuple(results[k].sum for k in range(self.course.num_parts))
-        self.kept = Kept(key, results)
+        alone = key == self._concluded
+        self.kept = Kept(key, {} if alone else results)
         self.applied += 1
-        self._emit(Commit(*key, sums, self.chain, record, self.member))
+        self._emit(Commit(*key, sums, self.chain, record, self.member, alone))
         self.book.drop_parts(lambda key: key.round >= self.applied)  # Commit says so
         self.book.drop_sums(lambda key: key.round >= self.applied)
         over, self.record = self._governing().closing, record
@@ -409,88 +438,3 @@ class Attempt(Standing):
         if key == self._confirming:
             self._confirming, self._confirmed = None, key
             self._progress()
-
-    # -- follower ----------------------------------------------------------------------------
-
-    def _becomes_trusted(self) -> bool:
-        """A newcomer's base is right if a record says that its chain came before that round.
-
-        With a snapshot nothing can be missing after it. A state of one's own may be older than
-        the first result that reached this peer: all parts of one attempt show that none was lost.
-        """
-        for tag in self.book.attempts(self.applied):
-            key = Key(self.applied, tag)
-            record = self.book.record(key)
-            if record is not None and record.prev != self.chain:
-                self._start_over("the state is not one of this run")
-                return False
-            if record is not None and (not self.brought or self.book.complete(key)):
-                self.trusted = True
-                if self.brought:
-                    self._govern_by(key, record)
-                return True
-        if self.brought and self.book.newest_round() > self.applied:
-            self._start_over("the run has gone on since this state")
-        return False
-
-    def _govern_by(self, key: Key, record: Record) -> None:
-        """What governs the round that this complete attempt confirms, as it shows itself.
-
-        The record that came with the state may be one of an earlier run: the last one of it, with
-        its numbers. Nobody in this run whose chain is the same has a newer generation than this.
-        """
-        heads = [result.sum for result in self.book.results(key).values()]
-        samples = any(share.ranges for head in heads for share in head.contributions)
-        if samples or record.quarantine:
-            self.record = msgspec.structs.replace(self._governing(), closing=False)
-        self.generation = min(self.generation, record.generation)
-
-    def _follow(self) -> bool:
-        """Outside the round, commit on the evidence of the next: a record with the right chain.
-
-        A record of an older generation than one that is held for this round proves nothing:
-        followers took over, and its round was lost.
-        """
-        following = self.book.records(self.applied + 1)
-        seen = (*self.book.records(self.applied), *following)
-        newest = max((record.generation for record in seen), default=self.generation)
-        proofs = {record.prev for record in following if record.generation == newest}
-        for tag in self.book.attempts(self.applied):
-            key = Key(self.applied, tag)
-            if self.book.complete(key) and self.book.chain_after(self.chain, key) in proofs:
-                return self._commit(tag)
-        if proofs or self._was_left_behind():
-            self._want()
-        return False
-
-    def _was_left_behind(self) -> bool:
-        """Whether the results of this round were lost with their owner, and not just late.
-
-        The run is at least two rounds ahead, and has been through a cut that nothing of this
-        round or the next has come from.
-        """
-        near = (*self.book.attempts(self.applied), *self.book.attempts(self.applied + 1))
-        newest = self.book.newest_round()
-        far = self.book.attempts(newest) if newest > self.applied + 1 else ()
-        return bool(far) and max(far).cut > max(near, default=self.tag).cut
-
-    def _want(self) -> None:
-        """Ask a peer for the round that was committed without this one; again, if it has gone."""
-        helpers = self._following()
-        if self.wanting is not None and self.wanting[1] in helpers:
-            return
-        if helpers:
-            helper = helpers[self.applied % len(helpers)]
-            self.wanting = (self.applied, helper)
-            self._emit(Send(helper, Want(self.applied)))
-
-    def _on_want(self, event: WantArrived) -> None:
-        if self.kept is None or self.kept.key.round != event.round:
-            self._emit(Send(event.sender, RoundGone(event.round)))
-            return
-        for result in self.kept.results.values():
-            self._emit(Send(event.sender, Fill(None, result.sum)))
-
-    def _on_round_gone(self, event: RoundGoneArrived) -> None:
-        if self.wanting == (event.round, event.sender) and event.round == self.applied:
-            self._start_over("a round was missed, and nobody keeps it any more")

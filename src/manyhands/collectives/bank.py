@@ -53,6 +53,11 @@ class Bank:
         """Whether there are no values: a contribution of weight 0."""
         return self._flats is None
 
+    @property
+    def flats(self) -> list[Tensor]:
+        """All values, flat; none if it is empty."""
+        return [] if self._flats is None else self._flats
+
     def num_bytes(self, k: int) -> int:
         """Of a contribution to part k on the wire; an empty bank sends none."""
         part = self._layout.parts[k]

@@ -38,7 +38,10 @@ class Result(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The result of the last committed round, for those who lack it."""
+    """The result of the last committed round, for those who lack it.
+
+    Empty for a round that this peer was alone in: nobody can be sent that.
+    """
 
     key: Key
     results: Mapping[int, Result]

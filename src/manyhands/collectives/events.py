@@ -110,10 +110,14 @@ class RoundGoneArrived:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A pass over these samples of `round` is done and its gradient is in the bank."""
+    """A pass over these samples of `round` is done and its gradient is in the bank.
+
+    `fit`: all that is in the bank would do as the result, if there is nobody else.
+    """
 
     round: int
     ranges: Ranges
+    fit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,14 @@ class Summed:
     """
 
     sum: Sum
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Concluded:
+    """A `Conclude` is done: its heads with weight and notes filled in, and one digest for all."""
+
+    sums: tuple[Sum, ...]
     digest: bytes
 
 
@@ -184,6 +196,7 @@ Event = (
     | RoundGoneArrived
     | Computed
     | Summed
+    | Concluded
     | SpeedMeasured
     | LeaseConfirmed
     | GapSeen

@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 
 from manyhands.collectives.events import Arrival
-from manyhands.collectives.messages import AnyMessage, Record, Snapshot, Sum, Tag
+from manyhands.collectives.messages import AnyMessage, Part, Record, Snapshot, Sum, Tag
 from manyhands.collectives.ranges import Ranges
 from manyhands.core.peers import ViewNumber
 from manyhands.links.messages import Gone, Leaving, Ready, Resign
@@ -73,10 +73,22 @@ class AddUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Conclude:
+    """This peer is alone, and its contribution, which `part` is the first part of, is the result.
+
+    Report `Concluded`. Nobody will be sent the values.
+    """
+
+    part: Part
+    sums: tuple[Sum, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """The round is committed: its result is that of this attempt, and it must be applied.
 
-    Keep the encoded result until `Stable` or the next Commit. All contributions to the round, the
+    Keep the encoded result until `Stable` or the next Commit; one that was concluded `alone` nobody
+    else will ask for. All contributions to the round, the
     bank, and results of other attempts at it are dropped with this. `sums` are its heads, in order
     of parts.
     """
@@ -87,6 +99,7 @@ class Commit:
     chain: bytes  # after the round
     record: Record  # governs the next round
     member: bool  # this peer contributed; otherwise it follows
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +232,7 @@ Instruction = (
     | Compute
     | Send
     | AddUp
+    | Conclude
     | Commit
     | Stable
     | Retry

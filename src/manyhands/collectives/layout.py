@@ -103,7 +103,7 @@ class Layout:
                     f"tensor {index} is not one piece of CPU memory",
                     hint="copy it into one that is, and contribute that",
                 )
-            flats.append(tensor.detach().view(-1))
+            flats.append((tensor.detach() if tensor.requires_grad else tensor).view(-1))
         return flats
 
     def slices(self, k: int, flats: Sequence[Tensor]) -> list[Tensor]:

@@ -51,6 +51,8 @@ class RoundMachine(Cutting):
                 self._on_sum(event)
             case e.Summed():
                 self._on_summed(event)
+            case e.Concluded():
+                self._on_concluded(event)
             case e.Computed():
                 self._on_computed(event)
             case e.ViewSeen():

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from manyhands.collectives.outcomes import Task
 from manyhands.collectives.ranges import Ranges
+from manyhands.core.errors import UsageError
 
 if TYPE_CHECKING:
     from manyhands.collectives.rounds import Rounds
+
+
+MAX_WEIGHT = 1e200  # those of all members together must still be a number
+
+
+def check_weight(weight: float) -> float:
+    """A float, as it arrives elsewhere: heads are hashed. Raises UsageError."""
+    if not (math.isfinite(weight) and 0 <= weight <= MAX_WEIGHT):
+        raise UsageError(
+            f"a weight of {weight} is none", hint=f"from 0 to {MAX_WEIGHT:g}, say the samples"
+        )
+    return float(weight)
 
 
 class Pass:

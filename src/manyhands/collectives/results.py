@@ -54,6 +54,23 @@ def form_of(layout: Layout, wire: str) -> str:
     )
 
 
+class Own:
+    """A weighted sum that is all there is of a round, in the memory that was lent for it."""
+
+    def __init__(self, flats: Sequence[Tensor], weight: float) -> None:
+        self._flats, self._weight = flats, weight
+
+    @torch.no_grad()
+    def read_into(self, tensors: Sequence[Tensor], layout: Layout) -> None:
+        """The mean; into the lent tensors themselves costs nothing."""
+        if self._weight != 1.0:
+            torch._foreach_div_(list(self._flats), self._weight)  # pyright: ignore
+            self._weight = 1.0
+        if [t.data_ptr() for t in tensors] != [t.data_ptr() for t in self._flats]:
+            for flat, mine in zip(layout.check(tensors), self._flats, strict=True):
+                flat.copy_(mine)
+
+
 class Result:
     """The average of one round, encoded; every member has the same bytes.
 
@@ -62,10 +79,18 @@ class Result:
     """
 
     def __init__(
-        self, layout: Layout, codecs: Sequence[Codec], blocks: Mapping[int, Block], pool: Pool
+        self,
+        layout: Layout,
+        codecs: Sequence[Codec],
+        blocks: Mapping[int, Block],
+        pool: Pool,
+        own: Own | None = None,
     ) -> None:
+        """`own`: of a round with a single contribution, that; its blocks are empty."""
         self._layout, self._codecs, self._pool = layout, codecs, pool
-        self._blocks = dict(blocks)
+        self._blocks, self._own = dict(blocks), own
+        self.alone = own is not None
+        """Whether nobody else has it; such a round has no norm."""
         self._lock = threading.Lock()
         self._num_holders = 2
         self._closed = False
@@ -81,6 +106,9 @@ class Result:
         """
         if self._closed:
             raise UsageError("this result was closed", hint="read it before you close it")
+        if self._own is not None:
+            self._own.read_into(tensors, self._layout)
+            return
         flats = self._layout.check(tensors)
         room: Tensor | None = None
         with torch.no_grad():
@@ -109,7 +137,7 @@ class Result:
     def close(self) -> None:
         """The user has read it. Idempotent."""
         with self._lock:
-            first, self._closed = not self._closed, True
+            first, self._closed, self._own = not self._closed, True, None
         if first:
             self.release()
 

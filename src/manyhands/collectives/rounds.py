@@ -22,7 +22,6 @@ docs/rounds.md is the protocol.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -35,6 +34,7 @@ from manyhands.collectives import events as e
 from manyhands.collectives import instructions as i
 from manyhands.collectives import messages as m
 from manyhands.collectives.adder import Adder
+from manyhands.collectives.alone import Alone
 from manyhands.collectives.bank import Bank, pool_for
 from manyhands.collectives.courier import Courier
 from manyhands.collectives.errands import Errands
@@ -44,7 +44,7 @@ from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.mail import Mail
 from manyhands.collectives.outcomes import Committed, Outcome, State, Stopped, Task
 from manyhands.collectives.outlook import Outlook
-from manyhands.collectives.passes import Pass
+from manyhands.collectives.passes import Pass, check_weight
 from manyhands.collectives.pool import Block
 from manyhands.collectives.post import AHEAD_BYTES, Post
 from manyhands.collectives.ranges import Ranges
@@ -65,7 +65,6 @@ from manyhands.links.base import DEFAULT_TIMEOUT_S, Delivery, Gap, Link
 
 log = logging.getLogger(__name__)
 
-MAX_WEIGHT = 1e200  # those of all members together must still be a number
 BEHIND_BYTES = 256 << 20  # results that a newcomer keeps until the state is here; at least four
 _TICK_S = 0.2  # how often a thread that waits looks whether it shall end
 
@@ -86,11 +85,13 @@ class Rounds:
         form: str | None = None,
         state: State | None = None,
         mail: Mail | None = None,
+        vouched: bool = False,
     ) -> None:
         """For tensors like these. `mail`: the link's `place`, so that what arrives lands where it
         stays. `wire`, `refuse`, `num_measured`: see codecs, adder, layout. `form`: in words, what
-        peers must have in common; without it, the tensors and how they travel."""
-        self._link, self._state = link, state
+        peers must have in common; without it, the tensors and how they travel. `vouched`: the
+        meeting point is this process's own, and need not be asked who takes part."""
+        self._link, self._state, self._vouched = link, state, vouched
         self._mail = mail or Mail()
         self._me = link.me.incarnation
         self.layout = Layout.of(tensors, link.terms.part_bytes, num_measured=num_measured)
@@ -105,6 +106,7 @@ class Rounds:
         self._mail.pool = self._pool
         self._bank = Bank(self.layout, wire, self._pool)
         self._adder = Adder(self.layout, self._bank, self._pool, refuse=refuse)
+        self._alone = Alone(self.layout, self._bank, refuse=refuse)
         self._shelf = Shelf(self._pool, self._tell_taken)
         self._most_sums = max(4 * self.layout.num_parts, BEHIND_BYTES // self._pool.block_bytes)
         self.report: Callable[[int, m.SelfReport], m.SelfReport] = lambda round_, report: report
@@ -126,7 +128,8 @@ class Rounds:
         self._stopped = False
         self._errands = Errands(f"errands {link.me}", self._fail)
         self._courier = Courier(link, self._fail)
-        self._words = Words(link, self._errands, self._courier, self._is_ended, self._heard)
+        talk = self._is_ended, self._feed, self._fail
+        self._words = Words(link, self._errands, self._courier, *talk)
         self._aside = Courier(link, self._fail, skip_s=link.terms.lease_s)
         part_bytes = link.terms.part_bytes
         self._post = Post(
@@ -168,12 +171,7 @@ class Rounds:
     ) -> Pass:
         """Like `contribute` for tensors that are not final yet: say so with `Pass.ready`."""
         flats = self.layout.check(tensors)
-        if not (math.isfinite(weight) and 0 <= weight <= MAX_WEIGHT):
-            raise UsageError(
-                f"a weight of {weight} is none", hint=f"from 0 to {MAX_WEIGHT:g}, say the samples"
-            )
-        # As it arrives elsewhere: heads are hashed, and 2 is other bytes than 2.0.
-        weight = float(weight)
+        weight = check_weight(weight)
         opened = Pass(self, task, task.ranges if ranges is None else ranges, flats, weight)
         with self._lock:
             if self._early is not None and self._sent:
@@ -191,7 +189,8 @@ class Rounds:
             begin = self._attempt
             if opened is not self._early or begin is None or self._me not in begin.members:
                 return
-            if (begin.round, begin.claims) != (opened.task.round, opened.ranges):
+            of = (begin.round, begin.claims)
+            if of != (opened.task.round, opened.ranges) or len(begin.members) == 1:
                 return
             # Part 0 comes last, with what is known only when the pass is done.
             for k in reversed(range(max(1, self.layout.ready_from(tensor)), self.layout.num_parts)):
@@ -208,7 +207,8 @@ class Rounds:
             if opened.task.generation == self._bank.generation:
                 if opened.weight > 0:
                     self._bank.lend(opened.flats, opened.weight)
-                self._feed(e.Computed(opened.task.round, opened.ranges))
+                fit = self._machine.members == (self._me,) and self._alone.fits()
+                self._feed(e.Computed(opened.task.round, opened.ranges, fit))
 
     def abort(self, error: ManyhandsError) -> None:
         """This peer cannot go on: `next` says Stopped with this error."""
@@ -278,13 +278,11 @@ class Rounds:
             waiting = deque(events)
             while waiting and not self._stopped:
                 caused: list[e.Event] = []
-                for instruction in self._machine.handle(waiting.popleft(), lease=self._lease()):
+                lease = time.monotonic() < self._link.lease_start_s() + self._link.terms.lease_s
+                for instruction in self._machine.handle(waiting.popleft(), lease=lease):
                     caused += self._do(instruction)
                 # First what follows from it: a part that is added up leaves before the next one.
                 waiting.extendleft(reversed(caused))
-
-    def _lease(self) -> bool:
-        return time.monotonic() < self._link.lease_start_s() + self._link.terms.lease_s
 
     def _do(self, instruction: i.Instruction) -> Sequence[e.Event]:
         match instruction:
@@ -296,6 +294,9 @@ class Rounds:
                 return self._send(instruction)
             case i.AddUp():
                 return [self._add_up(instruction.sum)]
+            case i.Conclude():
+                part = self._reported(instruction.part)
+                return [self._alone.conclude(instruction.sums, self.note([part]))]
             case i.Commit():
                 self._commit(instruction)
             case i.Stable():
@@ -315,7 +316,9 @@ class Rounds:
                 self._tell(instruction)
             case i.Tell():
                 self._words.say(instruction.word)
-            case i.ConfirmLease():
+            case i.ConfirmLease(round_, attempt):
+                if self._vouched:
+                    return [e.LeaseConfirmed(round_, attempt)]
                 self._words.confirm(instruction)
             case i.TakeState() | i.Retry() | i.Settled() | i.Generation():
                 self._tell(instruction)
@@ -351,8 +354,10 @@ class Rounds:
         return e.Summed(head, digest)
 
     def _commit(self, commit: i.Commit) -> None:
-        blocks = self._shelf.take_round(commit.round, commit.attempt, self.layout.num_parts)
-        result = Result(self.layout, self._bank.codecs, blocks, self._pool)
+        own = self._alone.take(commit)
+        num_parts = self.layout.num_parts if own is None else 0
+        blocks = self._shelf.take_round(commit.round, commit.attempt, num_parts)
+        result = Result(self.layout, self._bank.codecs, blocks, self._pool, own)
         self._shelf.keep(result)
         self._bank.committed()
         self._early = None
@@ -368,12 +373,6 @@ class Rounds:
 
     def _is_ended(self) -> bool:
         return self._stopped or self._machine.stopped
-
-    def _heard(self, word: e.Event | ManyhandsError) -> None:
-        if isinstance(word, ManyhandsError):
-            self._fail(word)
-        else:
-            self._feed(word)
 
     def _fail(self, error: ManyhandsError) -> None:
         if self._machine.stopped:
@@ -404,13 +403,16 @@ class Rounds:
 
     def _send_part(self, to: int, part: m.Part) -> Sequence[e.Event]:
         """Send a contribution; to oneself it goes by way of the events."""
-        report = None if part.report is None else self.report(part.round, part.report)
-        part = msgspec.structs.replace(part, weight=self._bank.weight, report=report)
+        part = self._reported(part)
         if to == self._me:
             self._shelf.add_part(to, part, None, own=True)
             return [e.PartArrived(to, part, refused=not self._adder.is_own_whole(part))]
         self._post.send_part(to, part)
         return ()
+
+    def _reported(self, part: m.Part) -> m.Part:
+        report = None if part.report is None else self.report(part.round, part.report)
+        return msgspec.structs.replace(part, weight=self._bank.weight, report=report)
 
     def _tell_taken(self, sender: int, cut: ViewNumber, total: int) -> None:
         self._post.send(sender, m.Taken(cut, total))

@@ -18,7 +18,7 @@ _TICK_S = 0.2  # how often a wait for an answer looks whether it shall end
 
 
 class Words:
-    """`heard` takes a confirmed lease, or what has gone wrong; `ended`: nothing is waited for."""
+    """`heard` takes a confirmed lease, `failed` what has gone wrong; `ended`: do not wait."""
 
     def __init__(
         self,
@@ -26,10 +26,11 @@ class Words:
         errands: Errands,
         courier: Courier,
         ended: Callable[[], bool],
-        heard: Callable[[LeaseConfirmed | ManyhandsError], None],
+        heard: Callable[[LeaseConfirmed], None],
+        failed: Callable[[ManyhandsError], None],
     ) -> None:
         self._link, self._errands, self._courier = link, errands, courier
-        self._ended, self._heard = ended, heard
+        self._ended, self._heard, self._failed = ended, heard, failed
 
     def say(self, word: Ready | Leaving | Gone | Resign) -> None:
         """Now; a last word when all that was sent before it has left."""
@@ -39,7 +40,7 @@ class Words:
         try:
             self._link.tell(word)
         except ManyhandsError as error:
-            self._heard(error)
+            self._failed(error)
 
     def confirm(self, wanted: ConfirmLease) -> None:
         """Hear `LeaseConfirmed` once a beat that is sent from now on was answered."""

@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -155,7 +156,7 @@ class Gradients:
                 hint="nn.Embedding(..., sparse=False), and an optimizer for dense gradients",
             )
         if grad.device.type == "cpu" and grad.is_contiguous():
-            return grad.detach()
+            return grad.detach() if grad.requires_grad else grad
         return grad.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def nothing(self) -> list[Tensor]:
@@ -187,7 +188,10 @@ class Gradients:
             if not used[i]:
                 p.grad = held
                 continue
-            mean = room[i].view(p.shape)
+            mean = room[i]
+            if mean is p.grad and held is None:
+                continue  # read into where it was
+            mean = mean.view(p.shape)
             if p.device.type != "cpu":
                 mean = mean.to(p.device, non_blocking=True)
             p.grad = mean if held is None else held.add_(mean)
@@ -209,9 +213,10 @@ class Gradients:
         )
 
     @torch.no_grad()
-    def norm(self) -> float:
-        """Of p.grad as it is."""
-        return sum(float(grad.double().square().sum()) for grad in self._grads()) ** 0.5
+    def norm(self, dtype: torch.dtype | None = None) -> float:
+        """Of p.grad as it is, added up in this dtype or in its own."""
+        norms = torch._foreach_norm(self._grads(), 2, dtype)  # pyright: ignore
+        return math.hypot(*(float(norm) for norm in norms))
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:

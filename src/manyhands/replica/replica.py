@@ -66,7 +66,7 @@ class Replica:
         self._round = -1  # whose beginning is remembered
         self._began: dict[str, Any] = {}  # state of the undone things then
         self._weight: float | None = None
-        self._norm: float | None = None  # of the mean, while p.grad is that
+        self._norm: float | None = None  # of the mean, if the round has one
         self._started_s = 0.0
         self._speed = 0.0
         self.on_commit: Callable[[int, Committed], None] = lambda round_, committed: None
@@ -223,7 +223,7 @@ class Replica:
         num_tensors = self._gradients.num_tensors
         used = self._scalars.committed(turn.round, committed.sums[0].notes, num_tensors)
         self._gradients.adopt(committed.result, used)
-        self._norm = committed.squared_norm**0.5
+        self._norm = None if committed.result.alone else committed.squared_norm**0.5
         committed.result.close()
         self._done(turn, committed)
         self._gate.open = True
@@ -242,11 +242,14 @@ class Replica:
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale p.grad to this norm at most; returns what it was. The same bits everywhere."""
-        if self._norm is None:
+        if not self._gate.open:
             return 0.0  # a pass that does not close its round has nothing to clip
+        norm = self._norm
+        if norm is None:
+            norm = self._gradients.norm()
         # The owners' norm is of the mean. A scaler changes that behind torch's back.
-        known = self._gradients.are_means() and not self._scaled
-        norm = self._norm if known else self._gradients.norm()
+        elif self._scaled or not self._gradients.are_means():
+            norm = self._gradients.norm(torch.float64)
         coefficient = max_norm / (norm + 1e-6)
         if coefficient < 1.0:
             self._gradients.scale(coefficient)

@@ -26,7 +26,7 @@ from manyhands.collectives.messages import Snapshot
 from manyhands.collectives.outcomes import Committed
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.rounds import Rounds
-from manyhands.core.address import Address
+from manyhands.core.address import Address, LocalAddress
 from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerId, PeerState, View
 from manyhands.data.calendar import Calendar
@@ -357,6 +357,7 @@ class Session:
             form=_FORM,
             state=self._snapshots,
             mail=mail,
+            vouched=isinstance(self._place.address, LocalAddress),
         )
         rounds.report, rounds.note = self.scalars.report, self.scalars.note
         self._snapshots.attach(rounds)

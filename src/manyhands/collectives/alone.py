@@ -1,0 +1,65 @@
+"""Alone: a round that only one peer is in. Its own contribution is the result, as it is.
+
+Whoever comes later begins from a later state, so nobody will ask for the values: they are neither
+added up, nor encoded, nor kept.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from manyhands.collectives.bank import Bank
+from manyhands.collectives.events import Concluded
+from manyhands.collectives.instructions import Commit
+from manyhands.collectives.layout import Layout
+from manyhands.collectives.messages import Sum
+from manyhands.collectives.results import Own
+
+_DIGEST_BYTES = 16
+
+
+class Alone:
+    """Of one engine, whose lock guards it. `refuse`: see adder."""
+
+    def __init__(self, layout: Layout, bank: Bank, *, refuse: bool) -> None:
+        self._bank, self._refuse = bank, refuse
+        # A codec that rounds does so for one peer too; only of real numbers there is a mean.
+        self._possible = all(codec.raw for codec in bank.codecs) and all(
+            part.dtype.is_floating_point for part in layout.parts
+        )
+
+        self._own: Own | None = None
+
+    def fits(self) -> bool:
+        """Whether what is in the bank could be a result: values that are refused could not."""
+        if not self._possible or self._bank.empty:
+            return False
+        return not self._refuse or are_finite(self._bank.flats)
+
+    def conclude(self, sums: Sequence[Sum], notes: bytes) -> Concluded:
+        """The heads with their weight, and in place of a digest what no other round has.
+
+        They have no norm: who wants one takes it of the mean.
+        """
+        weight = self._bank.weight
+        heads = [msgspec.structs.replace(head, weight=weight) for head in sums]
+        heads[0] = msgspec.structs.replace(heads[0], notes=notes)
+        self._own = Own(self._bank.flats, weight)
+        return Concluded(tuple(heads), secrets.token_bytes(_DIGEST_BYTES))
+
+    def take(self, commit: Commit) -> Own | None:
+        """What was concluded, if it is this round's result."""
+        own, self._own = self._own, None
+        return own if commit.alone else None
+
+
+@torch.no_grad()
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all values are. Also no if their sum is too large for a number: then look closer."""
+    return math.isfinite(sum(float(tensor.sum()) for tensor in tensors))
