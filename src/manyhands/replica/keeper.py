@@ -64,6 +64,8 @@ class Keeper:
         self._last = 0  # round of the last one that was copied
         self._work: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._idle = threading.Event()  # nothing waits to be written
+        self._idle.set()
         self.events: queue.SimpleQueue[Saved | NotSaved] = queue.SimpleQueue()
 
     # -- saving ---------------------------------------------------------------------------------
@@ -73,8 +75,12 @@ class Keeper:
         self._wanted = True
 
     def is_due(self, round: int) -> bool:
-        """Whether the state after so many rounds shall be saved."""
-        return round > self._last and (self._wanted or round % self._every == 0)
+        """Whether the state after so many rounds shall be saved.
+
+        Not while another is being written: a slow disk costs checkpoints, not memory.
+        """
+        is_time = self._wanted or round % self._every == 0
+        return round > self._last and is_time and self._idle.is_set()
 
     def copy(self, base: Base) -> None:
         """The state is that of `base`, now."""
@@ -90,6 +96,7 @@ class Keeper:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpoints")
             self._thread.start()
+        self._idle.clear()
         self._work.put(copied)
 
     def save_last(self, base: Base) -> None:
@@ -119,6 +126,7 @@ class Keeper:
     def _run(self) -> None:
         while (checkpoint := self._work.get()) is not None:
             self._write(checkpoint)
+            self._idle.set()
 
     def _write(self, checkpoint: Checkpoint) -> None:
         try:
