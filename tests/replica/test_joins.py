@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.replica.hands import Hands, members, until_members, until_round
@@ -11,20 +13,6 @@ pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check l
 HOLD = {"what": "Snapshot", "count": 2, "before": True, "then": "wait"}
 """In the middle of a state: one piece of it is on its way, the others are held."""
 TELL = {"what": "Snapshot", "count": "any", "before": True, "then": "say"}
-
-
-def begin_two(hands, *points):
-    """Two members; the first has these points."""
-    first = hands.join(*points, pace_s=0.005)
-    until_round(first, 0)
-    second = hands.join(pace_s=0.005)
-    until_members(first, 2)
-    return first, second
-
-
-def is_in(hand):
-    """It has seen a round in which somebody else took part, too."""
-    return any("round" in said for said in hand.said)
 
 
 def test_killed_while_the_state_is_on_its_way(zygote, url):
@@ -56,11 +44,7 @@ def test_members_go_on_while_a_newcomer_waits(zygote, url):
         until_round(first, reached + 10)
         assert max(members(first)) == 2
         second.tell("go")
-        try:
-            until_members(first, 3)
-        except AssertionError:
-            for h in hands.all: print(h.report())
-            raise
+        until_members(first, 3)
         hands.finish()
 
 
@@ -76,3 +60,21 @@ def test_ten_at_once(zygote, url):
         print(sent)
         assert all(sent[:3])
         assert max(sent) <= sum(sent) / 2
+
+
+def test_one_that_cannot_keep_up(zygote, url):
+    """It is told how fast the run is and how fast it was itself, and no round has waited for it."""
+    with Hands(zygote, url, epochs=40, lease_s=1.0) as hands:
+        first = hands.join(pace_s=0.005)
+        until_round(first, 0)
+        hands.join(pace_s=0.005)
+        until_members(first, 2)
+        slow = hands.join(pace_s=0.25)
+        assert slow.wait() == 1
+        said = re.search(r"makes (\S+) rounds a second, this peer managed to replay (\S+),", slow.report())
+        assert said is not None, slow.report()
+        assert float(said[1]) > float(said[2])
+        assert "TooSlow" in slow.report()
+        assert not any("done" in said for said in first.said)
+        hands.finish(slow)
+        assert max(members(first)) == 2
