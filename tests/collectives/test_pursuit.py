@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
+from manyhands.collectives.outcomes import Committed
 from manyhands.collectives.pursuit import Pursuit
 from manyhands.core.errors import TooSlow
+
+
+class Nothing:
+    """A result that nobody reads."""
+
+    def close(self) -> None:
+        pass
 
 
 class Chase:
@@ -13,13 +23,26 @@ class Chase:
 
     def __init__(self, behind: int = 0) -> None:
         self.now_s, self.replayed, self.made = 0.0, 10.0, 10.0 + behind
-        self.pursuit = Pursuit(lap_s=10.0, clock=lambda: self.now_s)
+        self.outcomes: deque = deque()
+        self.pursuit = Pursuit(self.outcomes, 10.0, self.give_up, lambda: self.now_s)
+
+    def give_up(self, error: TooSlow) -> None:
+        assert not self.outcomes
+        raise error
+
+    def follow(self) -> None:
+        """As many rounds wait as were made and not replayed."""
+        self.outcomes.clear()
+        for _ in range(int(self.made) - int(self.replayed)):
+            self.outcomes.append(Committed(0, Nothing(), (), None, b"", False))
 
     def look(self) -> bool:
-        return self.pursuit.look(made=int(self.made), replayed=int(self.replayed))
+        self.follow()
+        return self.pursuit.look(int(self.made))
 
     def lose(self) -> None:
-        self.pursuit.lose(made=int(self.made), replayed=int(self.replayed))
+        self.follow()
+        self.pursuit.lose(int(self.made))
 
     def replay(self, seconds: float, *, run: float, own: float) -> bool:
         """Whether it catches up in that time. It looks after every round."""
@@ -75,6 +98,7 @@ def test_starting_over_twice_is_enough():
     chase.replay(3, run=100.0, own=1.0)
     chase.lose()
     chase.pursuit.start_over()
+    assert not chase.outcomes
     chase.replay(3, run=100.0, own=1.0)
     with pytest.raises(TooSlow, match="the run makes 100 rounds a second"):
         chase.lose()

@@ -43,7 +43,10 @@ class TestNetwork:
     @pytest.mark.parametrize("how", ["in silence", "in the open"])
     def test_cut_off_for_longer_than_its_lease(self, zygote, url, how):
         """The others go on; it finds itself outside, and comes back by itself."""
-        with through_proxy(url) as (proxy, via), Hands(zygote, url, lease_s=1.5, epochs=24) as hands:
+        with (
+            through_proxy(url) as (proxy, via),
+            Hands(zygote, url, lease_s=1.5, epochs=24) as hands,
+        ):
             first = hands.join(pace_s=0.004)
             until_round(first, 1)
             far = hands.join(pace_s=0.004, url=via)

@@ -58,7 +58,6 @@ from manyhands.core.errors import (
     Excluded,
     LinkTimeout,
     ManyhandsError,
-    TooSlow,
     UsageError,
     WireError,
 )
@@ -116,13 +115,8 @@ class Rounds:
         self._lock = threading.RLock()  # guards the machine and everything below
         self._news = threading.Condition(self._lock)
         self._outcomes: deque[Outcome] = deque()
-        self.outlook = Outlook(
-            self._news,
-            self._machine,
-            self._shelf,
-            lambda: self._outcomes[0] if self._outcomes else None,
-        )
-        self._pursuit = Pursuit(link.terms.lease_s)
+        self.outlook = Outlook(self._news, self._machine, self._shelf, self._outcomes)
+        self._pursuit = Pursuit(self._outcomes, link.terms.lease_s, self.abort)
         self._attempt: i.Begin | None = None
         self._sent: set[int] = set()  # parts of this attempt that went before they were asked for
         self._early: Pass | None = None
@@ -150,7 +144,7 @@ class Rounds:
     def next(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Outcome:
         """What happens next. Raises LinkTimeout; after a Stopped, that again."""
         with self._news:
-            if self._machine.behind and self._race(self._pursuit.look):
+            if self._machine.behind and self._pursuit.look(self._machine.applied):
                 self._feed(e.CaughtUp())
             if not self._news.wait_for(lambda: self._outcomes, timeout_s):
                 raise LinkTimeout(f"news of round {self._machine.applied}", timeout_s)
@@ -315,7 +309,6 @@ class Rounds:
             case i.Discard():
                 self._shelf.discard(instruction.arrival)
             case i.DropState():
-                self._forget_followed()
                 self._pursuit.start_over()
                 self._shelf.clear()
                 self._clear_bank()
@@ -366,28 +359,6 @@ class Rounds:
         self._tell(
             Committed(commit.round, result, commit.sums, commit.record, commit.chain, commit.member)
         )
-
-    def _num_followed(self) -> int:
-        """Rounds that wait for the user."""
-        return sum(isinstance(outcome, Committed) for outcome in self._outcomes)
-
-    def _forget_followed(self) -> None:
-        for outcome in self._outcomes:
-            if isinstance(outcome, Committed):
-                outcome.result.close()
-        kept = [outcome for outcome in self._outcomes if not isinstance(outcome, Committed)]
-        self._outcomes.clear()
-        self._outcomes.extend(kept)
-
-    def _race(self, judge: Callable[..., bool | None]) -> bool:
-        """How this newcomer's user does: after how many of the rounds that were made."""
-        made = self._machine.applied
-        try:
-            return bool(judge(made=made, replayed=made - self._num_followed()))
-        except TooSlow as error:
-            self._forget_followed()  # nobody is to replay them before it hears of this
-            self.abort(error)
-            return False
 
     def _stop(self, last: Stopped) -> None:
         with self._lock:
@@ -518,17 +489,12 @@ class Rounds:
         """The block that it lies in from now on; None if it is of no use."""
         block = self._pool.take(0) if block is None else block
         if block.tensor.numel() == self._adder.result_bytes(head):
-            if not self._machine.active and self._has_too_many():
-                self._shelf.drop_sums(lambda key: True)  # the state takes too long to come
-                if self._machine.behind:  # or to bring up to date
-                    self._race(self._pursuit.lose)
+            followed = self._pursuit.num_followed * self.layout.num_parts
+            if len(self._shelf.sums) + followed >= self._most_sums and not self._machine.active:
+                self._shelf.drop_sums(lambda key: True)  # the state takes too long to come, or user
+                self._pursuit.lose(self._machine.applied)
                 self._feed(e.GapSeen())
             return block if self._shelf.add_sum(head, block) else None
         log.warning("part %d of a result came with the wrong size from %s", head.k, sender)
         self._pool.give(block)
         return None
-
-    def _has_too_many(self) -> bool:
-        """Results that a newcomer has not put to use."""
-        followed = self._num_followed() * self.layout.num_parts
-        return len(self._shelf.sums) + followed >= self._most_sums
