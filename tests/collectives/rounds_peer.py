@@ -8,6 +8,7 @@ Its orders may name *points*, at which it dies by SIGKILL, or says so, or also w
     {"what": "task" | "commit", "round": r}          in the user's thread
     {"what": "Part" | "Sum" | "Status" | "Fill", "round": r, "count": n}
                                                      when n such messages are at the meeting point
+    "count": "any"                                   ... each of them
     "before": true                                   ... just before the n-th is sent
     "then": "die" | "say" | "wait"
 
@@ -191,6 +192,7 @@ class Trip:
     def __init__(self, link, points: list[dict], reached: Callable[[dict], None]) -> None:
         self._link, self._points, self._reached = link, points, reached
         self._seen: list[dict] = []
+        self._lock = threading.Lock()
 
     def __getattr__(self, name):
         return getattr(self._link, name)
@@ -199,8 +201,10 @@ class Trip:
         from manyhands.collectives import messages as m
 
         word = m.decode(message)
-        self._seen.append({"what": type(word).__name__, "round": getattr(word, "round", None)})
-        points = [point for point in self._points if self._is_at(point)]
+        seen = {"what": type(word).__name__, "round": getattr(word, "round", None)}
+        with self._lock:  # several threads send
+            self._seen.append(seen)
+            points = [point for point in self._points if self._is_at(point)]
         for point in points:
             if point.get("before"):
                 self._reached(point)
@@ -216,7 +220,8 @@ class Trip:
             for seen in self._seen
             if seen["what"] == point["what"] and point.get("round") in (None, seen["round"])
         ]
-        return bool(like) and like[-1] is self._seen[-1] and len(like) == point.get("count", 1)
+        count = point.get("count", 1)
+        return bool(like) and like[-1] is self._seen[-1] and count in ("any", len(like))
 
 
 class Child:

@@ -347,14 +347,29 @@ def result(round_, k=0, *, prev=b"", cut=2, generation=NO_VIEW):
 def test_a_newcomer_is_ready_when_a_record_confirms_its_base():
     seat = newcomer()
     assert only(i.TakeState, seat.tell(snapshot()))
+    seat.tell(e.CaughtUp())
     assert not only(i.Tell, seat.tell(result(4, 1)))
     assert seat.tell(result(4, prev=b"chain4")) == [i.Tell(Ready())]
     assert not only(i.Commit, seat.said)  # it is not active: it needs evidence
 
 
-def test_whoever_follows_takes_results_from_the_owners_that_they_name():
+def test_nobody_waits_for_a_newcomer_that_has_still_to_replay():
     seat = newcomer()
     seat.tell(snapshot())
+    assert not only(i.Tell, seat.tell(result(4, prev=b"chain4")))
+    assert seat.tell(e.CaughtUp()) == [i.Tell(Ready())]
+
+
+def test_a_newcomer_that_is_left_alone_goes_on_with_what_it_has():
+    seat = newcomer()
+    seat.tell(snapshot(), result(4, prev=b"chain4"))
+    alone = e.ViewSeen(arbiter.removed(seat.machine.view, [A]))
+    assert i.Tell(Ready()) in seat.tell(alone)
+
+
+def test_whoever_follows_takes_results_from_the_owners_that_they_name():
+    seat = newcomer()
+    seat.tell(snapshot(), e.CaughtUp())
     later = ViewNumber(1, 9)
     for wrong in (
         sum_of(seat, B, 0, members=(A, B)),
@@ -394,7 +409,7 @@ def test_a_state_from_before_a_gap_is_not_taken():
 
 def test_a_gap_after_ready_is_the_end_of_this_incarnation():
     seat = newcomer()
-    seat.tell(snapshot(), result(4, prev=b"chain4"))
+    seat.tell(snapshot(), e.CaughtUp(), result(4, prev=b"chain4"))
     answers = seat.tell(e.GapSeen())
     assert isinstance(only(i.Tell, answers)[0].word, Resign)
     assert only(i.Stop, answers)[0].reason is i.StopReason.SENT_BACK
@@ -408,7 +423,7 @@ def test_after_a_cut_a_newcomer_asks_again():
 
 def test_a_missed_round_is_asked_for_and_missed_for_good_if_nobody_keeps_it():
     seat = newcomer()
-    seat.tell(snapshot(), result(4, prev=b"chain4"))
+    seat.tell(snapshot(), e.CaughtUp(), result(4, prev=b"chain4"))
     answers = seat.tell(result(5, prev=b"whatever came of it"))
     assert only(i.Send, answers) == [i.Send(A.incarnation, m.Want(4))]
     assert only(i.Stop, seat.tell(e.RoundGoneArrived(A.incarnation, 4)))
@@ -491,7 +506,7 @@ def test_a_leaver_goes_when_a_record_that_knew_leaves_it_out():
 
 def test_a_new_era_is_told_again_what_was_asked_for():
     seat = newcomer()
-    seat.tell(snapshot(), result(4, prev=b"chain4"))
+    seat.tell(snapshot(), e.CaughtUp(), result(4, prev=b"chain4"))
     seat.tell(e.LeaveAsked())
     view = seat.machine.view
     again = seat.tell(e.ViewSeen(arbiter.returned(view, 2, view.roster)))

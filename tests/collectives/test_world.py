@@ -67,7 +67,7 @@ MUTATIONS = [  # (what is broken, where it shows, schedules within which it must
     (broken.GoesByARecordThatDidNotKnow, ComingAndGoing, 200),
     (broken.ConcludesAlthoughOthersAreThere, Starved, 50),
     (broken.TrustsItsOwnStateAtTheFirstRecord, World, 500),
-    (broken.AsksOnceWhateverIsLost, World, 300),
+    (broken.AsksOnceWhateverIsLost, World, 800),
     (broken.ForgetsWhoWasServed, World, 2000),
     (broken.TakesResultsFromAnybody, Liars, 50),
     (broken.AveragesWithAnybody, Strangers, 50),

@@ -170,6 +170,7 @@ class World:
             case i.Begin():
                 self.check_place(peer, instruction)
             case i.Commit():
+                self.replay(peer)
                 donors = tuple(share.peer for share in instruction.sums[0].contributions)
                 self.donors[instruction.round + 1, instruction.chain] = donors
                 self.commit(peer, instruction)
@@ -198,6 +199,7 @@ class World:
                 self.count["retries"] += 1
             case i.TakeState():
                 self.count["snapshots"] += 1
+                self.replay(peer)
                 self.remember(peer, instruction.snapshot)
             case i.DropState():
                 peer.parts.clear()
@@ -207,6 +209,11 @@ class World:
                 self.count["started over"] += 1
             case i.Stop():
                 self.stop(peer, instruction)
+
+    def replay(self, peer):
+        """A newcomer's user takes its time."""
+        if peer.machine.behind:
+            peer.chores.append(e.CaughtUp())
 
     def remember(self, peer, state):
         """What a peer knows of the run with a state that it did not compute itself."""

@@ -103,3 +103,19 @@ def check_counted(said: dict) -> None:
     counted = sorted(unit for start, stop in said["spans"] for unit in range(start, stop))
     units = -(-calendar.num_samples(said["counted"]) // GRAIN)
     assert counted == list(range(units)), said
+
+
+def until_round(hand: PeerProcess, number: int) -> None:
+    """It has applied that round, or a later one."""
+    hand.until(lambda said: said.get("round", -1) >= number)
+
+
+def until_members(hand: PeerProcess, number: int, after: int = -1) -> int:
+    """The first round after that one in which so many took part."""
+    wanted = hand.until(lambda said: said.get("members") == number and said["counted"] > after)
+    return wanted["counted"]
+
+
+def members(hand: PeerProcess) -> list[int]:
+    """How many took part in each round that it saw."""
+    return [said["members"] for said in hand.said if "members" in said]

@@ -81,6 +81,11 @@ class AskArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """The user has put to use all that was committed so far. Only while the machine is `behind`."""
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotArrived:
     """The state that this peer asked for is here, all of it, and its chain is the head's.
 
@@ -192,6 +197,7 @@ Event = (
     | StatusArrived
     | AskArrived
     | SnapshotArrived
+    | CaughtUp
     | WantArrived
     | RoundGoneArrived
     | Computed

@@ -69,6 +69,8 @@ class RoundMachine(Cutting):
                 self._on_ask(event)
             case e.SnapshotArrived():
                 self._on_snapshot(event)
+            case e.CaughtUp():
+                self._on_caught_up()
             case e.WantArrived():
                 self._on_want(event)
             case e.RoundGoneArrived():

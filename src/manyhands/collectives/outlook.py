@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from manyhands.collectives.machine import RoundMachine
-from manyhands.collectives.outcomes import Stopped
+from manyhands.collectives.outcomes import Outcome, Stopped
 from manyhands.collectives.shelf import Shelf
 from manyhands.core.errors import LinkTimeout, ManyhandsError
 from manyhands.core.peers import PeerState, View
@@ -21,10 +21,10 @@ class Outlook:
         news: threading.Condition,
         machine: RoundMachine,
         shelf: Shelf,
-        outcome: Callable[[], object | None],
+        outcomes: Sequence[Outcome],
     ) -> None:
-        """`outcome`: the next one that waits to be taken, if any."""
-        self._news, self._machine, self._shelf, self._outcome = news, machine, shelf, outcome
+        """`outcomes`: those that wait to be taken."""
+        self._news, self._machine, self._shelf, self._outcomes = news, machine, shelf, outcomes
         self.first: View | None = None
         """The view with which this peer came."""
 
@@ -51,6 +51,9 @@ class Outlook:
             if self._outcome() is None:
                 self._news.wait(timeout_s)
             return self._outcome() is not None
+
+    def _outcome(self) -> Outcome | None:
+        return self._outcomes[0] if self._outcomes else None
 
     @property
     def must_start(self) -> bool:

@@ -47,6 +47,7 @@ from manyhands.collectives.outlook import Outlook
 from manyhands.collectives.passes import Pass, check_weight
 from manyhands.collectives.pool import Block
 from manyhands.collectives.post import AHEAD_BYTES, Post
+from manyhands.collectives.pursuit import Pursuit
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.results import Result, digest_of, form_of
 from manyhands.collectives.shelf import Shelf
@@ -116,12 +117,8 @@ class Rounds:
         self._lock = threading.RLock()  # guards the machine and everything below
         self._news = threading.Condition(self._lock)
         self._outcomes: deque[Outcome] = deque()
-        self.outlook = Outlook(
-            self._news,
-            self._machine,
-            self._shelf,
-            lambda: self._outcomes[0] if self._outcomes else None,
-        )
+        self.outlook = Outlook(self._news, self._machine, self._shelf, self._outcomes)
+        self._pursuit = Pursuit(self._outcomes, link.terms.lease_s, self.abort)
         self._attempt: i.Begin | None = None
         self._sent: set[int] = set()  # parts of this attempt that went before they were asked for
         self._early: Pass | None = None
@@ -150,6 +147,8 @@ class Rounds:
     def next(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Outcome:
         """What happens next. Raises LinkTimeout; after a Stopped, that again."""
         with self._news:
+            if self._machine.behind and self._pursuit.look(self._machine.applied):
+                self._feed(e.CaughtUp())
             if not self._news.wait_for(lambda: self._outcomes, timeout_s):
                 raise LinkTimeout(f"news of round {self._machine.applied}", timeout_s)
             if isinstance(self._outcomes[0], Stopped):
@@ -311,6 +310,7 @@ class Rounds:
             case i.Discard():
                 self._shelf.discard(instruction.arrival)
             case i.DropState():
+                self._pursuit.start_over()
                 self._shelf.clear()
                 self._clear_bank()
                 self._tell(instruction)
@@ -491,8 +491,10 @@ class Rounds:
         """The block that it lies in from now on; None if it is of no use."""
         block = self._pool.take(0) if block is None else block
         if block.tensor.numel() == self._adder.result_bytes(head):
-            if len(self._shelf.sums) >= self._most_sums and not self._machine.active:
-                self._shelf.drop_sums(lambda key: True)  # the state takes too long to come
+            followed = self._pursuit.num_followed * self.layout.num_parts
+            if len(self._shelf.sums) + followed >= self._most_sums and not self._machine.active:
+                self._shelf.drop_sums(lambda key: True)  # the state takes too long to come, or user
+                self._pursuit.lose(self._machine.applied)
                 self._feed(e.GapSeen())
             return block if self._shelf.add_sum(head, block) else None
         log.warning("part %d of a result came with the wrong size from %s", head.k, sender)

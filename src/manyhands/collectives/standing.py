@@ -124,6 +124,7 @@ class Standing(ABC):
         self.sent = False  # this peer's contribution to this attempt
         self.book = Book(course.num_parts)
         # Coming and going.
+        self.behind = False  # a state came, and the user has not caught up with the run since
         self.donor: int | None = None  # whom this newcomer has asked for the state
         self.ask_number = 0
         self.asks: dict[int, int] = {}  # newcomers that have asked this peer, with their number
@@ -194,6 +195,7 @@ class Standing(ABC):
         self.donor = None
         self.based, self.brought = True, False
         self.applied, self.chain, self.record = head.applied, head.chain, head.record
+        self.behind = True
         self.generation = head.record.generation
         self._emit(TakeState(head))
         self._drop_sums(lambda key: key.round >= head.applied)
@@ -234,17 +236,27 @@ class Standing(ABC):
         self.applied, self.chain, self.previous, self.record = 0, b"", b"", None
         self.generation = NO_VIEW
         self.kept = self.wanting = self.donor = None
+        self.behind = False
         self.book = Book(self.course.num_parts)
         self.ask_number += 1
         self._emit(DropState(reason))
         self._seek()
 
+    def _on_caught_up(self) -> None:
+        self.behind = False
+        self._say_ready()
+
     def _say_ready(self) -> None:
-        """A newcomer is ready when its base is trusted and nothing newer has been seen."""
+        """A newcomer is ready when its base is trusted and nothing newer has been seen.
+
+        And its user must have come as far, since the others, if there are any, would have to wait.
+        """
         if not self.based or not self.trusted or self.active or self.ready_told or self.stopped:
             return
+        if self.behind and self._following():
+            return
         if self.book.newest_round() <= self.applied:
-            self.ready_told = True
+            self.ready_told, self.behind = True, False
             self._emit(Tell(Ready()))
 
     # -- leaving -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@
     │   ├── AddressError             a URL or join code
     │   └── SettingsError            a setting out of its range, an unknown key
     │       └── NoMeetingPoint       nothing says where the others are
+    ├── TooSlow                      a newcomer that does not catch up with the run
     ├── CheckpointError              a place for checkpoints cannot be written or read
     ├── WireError                    bytes that are not what the protocol says
     │   ├── Truncated                they end too early
@@ -51,6 +52,20 @@ class SettingsError(UsageError):
 
 class NoMeetingPoint(SettingsError):
     """Neither the caller, nor the environment, nor a file names a meeting point."""
+
+
+class TooSlow(ManyhandsError):
+    """The run makes its rounds faster than this newcomer can follow; rates are rounds a second."""
+
+    def __init__(self, run_rate: float, own_rate: float, *, behind: int) -> None:
+        super().__init__(
+            f"this peer cannot catch up: the run makes {run_rate:.3g} rounds a second, this peer "
+            f"managed to replay {own_rate:.3g}, and is {behind} rounds behind",
+            hint="let it join on a faster machine, or with less beside it on this one; or give "
+            "the run longer rounds: a larger batch",
+        )
+        self.run_rate = run_rate
+        self.own_rate = own_rate
 
 
 class CheckpointError(ManyhandsError):

@@ -7,6 +7,7 @@ states never meet.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -73,14 +74,17 @@ class Snapshots:
         self._description, self._check, self._limit = description, check, limit_bytes
         self._learn = learn
         self._rounds: Rounds | None = None
-        self._due: list[tuple[Snapshot, PeerId]] = []
-        self._coming: dict[_Key, _Coming] = {}
+        # In the order of rounds. The engine adds to it while the user's thread takes from it.
+        self._due: deque[tuple[Snapshot, PeerId]] = deque()
+        self._number = 0  # of the Ask whose answer may still be wanted
+        self._coming: dict[_Key, _Coming] = {}  # answers to that one
         self._here: dict[_Key, dict[int, bytes]] = {}
 
     def attach(self, rounds: Rounds) -> None:
         """This engine from now on; what was under way with another one is void."""
         self._rounds = rounds
         self._due.clear()
+        self._number = 0
         self._coming.clear()
         self._here.clear()
 
@@ -91,8 +95,13 @@ class Snapshots:
         self._due.append((head, to))
 
     def arrived(self, sender: PeerId, head: Snapshot, buffers: Sequence[memoryview]) -> None:
-        """A piece. The last one tells the engine."""
+        """A piece. The last one tells the engine. One for an earlier Ask is of no use any more."""
         assert self._rounds is not None
+        if head.number < self._number:
+            return
+        if head.number > self._number:
+            self._number = head.number
+            self._coming.clear()
         try:
             piece, data = _open(buffers)
             key = _Key(head.number, head.applied, head.chain)
@@ -105,6 +114,7 @@ class Snapshots:
             if piece.number == 0:
                 self._check(_read(data).description)
             if len(coming.pieces) == coming.of:
+                self._number = head.number + 1  # the engine takes this one, or has asked again
                 self._coming.clear()
                 self._here[key] = coming.pieces
                 self._learn(Openings(_read(coming.pieces[0]).openings))
@@ -115,14 +125,15 @@ class Snapshots:
     # -- the user's thread ---------------------------------------------------------------------
 
     def is_due(self, applied: int) -> bool:
-        """Whether somebody waits for the state after so many rounds."""
-        return any(head.applied == applied for head, _ in self._due)
+        """Whether somebody waits for the state after so many rounds, or an earlier one."""
+        return bool(self._due) and self._due[0][0].applied <= applied
 
     def serve(self, applied: int, state: Flat, openings: Openings, part_bytes: int) -> None:
         """Send `state` to those who wait for it: copies, since it goes at leisure."""
         assert self._rounds is not None
-        due = [(head, to) for head, to in self._due if head.applied == applied]
-        self._due = [(head, to) for head, to in self._due if head.applied > applied]
+        due: list[tuple[Snapshot, PeerId]] = []
+        while self.is_due(applied):
+            due.append(self._due.popleft())
         specs = tuple(spec_of(tensor) for tensor in state.tensors)
         contents = _ENCODE(Contents(self._description, openings.starts, state.shape, specs))
         chunks = [memoryview(contents)]
@@ -130,6 +141,8 @@ class Snapshots:
             data = bytes_of(tensor)
             chunks += [data[at : at + part_bytes] for at in range(0, len(data), part_bytes)]
         for head, to in due:
+            if head.applied < applied:
+                continue  # its round went by
             for number in range(head.place, len(chunks), head.num_donors):
                 chunk = chunks[number]
                 word = memoryview(_ENCODE(Piece(number, len(chunks))))
@@ -138,6 +151,9 @@ class Snapshots:
     def take(self, head: Snapshot) -> tuple[Openings, Any]:
         """The tree that came with this head, and the openings before it. Raises Malformed."""
         pieces = self._here.pop(_Key(head.number, head.applied, head.chain))
+        for key in list(self._here):
+            if key.number < head.number:  # the engine had asked again, and did not take it
+                del self._here[key]
         contents = _read(pieces[0])
         data = memoryview(bytearray().join(pieces[n] for n in range(1, len(pieces))))
         tensors: list[Tensor] = []

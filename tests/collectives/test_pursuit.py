@@ -1,0 +1,104 @@
+"""Pursuit: who catches up, and who is told that it cannot."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from manyhands.collectives.outcomes import Committed
+from manyhands.collectives.pursuit import Pursuit
+from manyhands.core.errors import TooSlow
+
+
+class Nothing:
+    """A result that nobody reads."""
+
+    def close(self) -> None:
+        pass
+
+
+class Chase:
+    """A newcomer with a state of round 10, and a run, at so many rounds a second."""
+
+    def __init__(self, behind: int = 0) -> None:
+        self.now_s, self.replayed, self.made = 0.0, 10.0, 10.0 + behind
+        self.outcomes: deque = deque()
+        self.pursuit = Pursuit(self.outcomes, 10.0, self.give_up, lambda: self.now_s)
+
+    def give_up(self, error: TooSlow) -> None:
+        assert not self.outcomes
+        raise error
+
+    def follow(self) -> None:
+        """As many rounds wait as were made and not replayed."""
+        self.outcomes.clear()
+        for _ in range(int(self.made) - int(self.replayed)):
+            self.outcomes.append(Committed(0, Nothing(), (), None, b"", False))
+
+    def look(self) -> bool:
+        self.follow()
+        return self.pursuit.look(int(self.made))
+
+    def lose(self) -> None:
+        self.follow()
+        self.pursuit.lose(int(self.made))
+
+    def replay(self, seconds: float, *, run: float, own: float) -> bool:
+        """Whether it catches up in that time. It looks after every round."""
+        if self.look():
+            return True
+        for _ in range(int(seconds * own)):
+            self.now_s += 1 / own
+            self.made += run / own
+            self.replayed = min(self.replayed + 1, self.made)
+            if self.look():
+                return True
+        return False
+
+
+def test_one_that_is_faster_catches_up_however_long_it_takes():
+    assert Chase(behind=100).replay(1000, run=1.0, own=1.2)
+
+
+def test_one_that_is_not_gives_up_and_says_why():
+    chase = Chase()
+    with pytest.raises(TooSlow) as caught:
+        chase.replay(1000, run=8.0, own=2.0)
+    assert (caught.value.run_rate, caught.value.own_rate) == pytest.approx((8.0, 2.0))
+    assert "the run makes 8 rounds a second, this peer managed to replay 2," in str(caught.value)
+    assert "hint: " in str(caught.value)
+    assert chase.now_s == pytest.approx(20.0)
+
+
+def test_it_may_warm_up():
+    chase = Chase()
+    assert not chase.replay(15, run=5.0, own=1.0)
+    assert chase.replay(100, run=5.0, own=20.0)
+
+
+def test_few_rounds_say_nothing():
+    """However long they take: a lap has four, and there are two laps."""
+    assert not Chase().replay(70, run=10.0, own=0.1)
+    with pytest.raises(TooSlow):
+        Chase().replay(80, run=10.0, own=0.1)
+
+
+def test_nobody_has_caught_up_before_it_has_shown_its_speed():
+    chase = Chase()
+    assert not chase.look()
+    assert not chase.look()
+    chase.made = chase.replayed = 11
+    assert chase.look()
+
+
+def test_starting_over_twice_is_enough():
+    """What it could keep was full before it had come nearer."""
+    chase = Chase()
+    chase.replay(3, run=100.0, own=1.0)
+    chase.lose()
+    chase.pursuit.start_over()
+    assert not chase.outcomes
+    chase.replay(3, run=100.0, own=1.0)
+    with pytest.raises(TooSlow, match="the run makes 100 rounds a second"):
+        chase.lose()

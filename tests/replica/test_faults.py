@@ -1,0 +1,86 @@
+"""The same run when the network is cut, and when the meeting point itself goes down."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from manyhands.core.address import parse_address
+from manyhands.links.hub import Hub
+from manyhands.testing.proxy import Proxy
+from tests.replica.hands import Hands, members, until_members, until_round
+
+pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
+
+
+@contextmanager
+def through_proxy(url):
+    port = parse_address(url, run="any").port
+    with Proxy("127.0.0.1", port) as proxy:
+        yield proxy, url.replace(f":{port}", f":{proxy.port}")
+
+
+class TestNetwork:
+    def test_connections_that_break(self, zygote, url):
+        """The peer is back before anybody could miss it: it takes part in every round."""
+        with (
+            through_proxy(url) as (proxy, via),
+            Hands(zygote, url, lease_s=10.0, epochs=10) as hands,
+        ):
+            first, second = (hands.join(min_peers=3, pace_s=0.01) for _ in range(2))
+            broken = hands.join(min_peers=3, pace_s=0.01, url=via)
+            until_members(first, 3)
+            for round_ in (6, 14, 22):
+                until_round(broken, round_)
+                proxy.cut()
+            hands.finish()
+            assert proxy.num_cuts == 3
+            for hand in (first, second):
+                since = members(hand).index(3)
+                assert set(members(hand)[since:]) == {3}
+
+    @pytest.mark.parametrize("how", ["in silence", "in the open"])
+    def test_cut_off_for_longer_than_its_lease(self, zygote, url, how):
+        """The others go on; it finds itself outside, and comes back by itself."""
+        with (
+            through_proxy(url) as (proxy, via),
+            Hands(zygote, url, lease_s=1.5, epochs=24) as hands,
+        ):
+            first = hands.join(pace_s=0.004)
+            until_round(first, 1)
+            far = hands.join(pace_s=0.004, url=via)
+            together = until_members(first, 2)
+            if how == "in silence":
+                proxy.stall()
+            else:
+                proxy.refuse()
+                proxy.cut()
+            alone = until_members(first, 1, after=together)
+            proxy.accept()
+            proxy.go()
+            until_members(first, 2, after=alone)
+            hands.finish()
+            assert max(said["round"] for said in far.said if "round" in said) > alone
+
+
+class TestMeetingPoint:
+    def test_a_hub_that_restarts(self, zygote, tmp_path):
+        with ExitStack() as stack:
+            hub = stack.enter_context(Hub("127.0.0.1:0", state=tmp_path / "hub"))
+            hands = stack.enter_context(Hands(zygote, hub.address.code(), epochs=12))
+            first, *_ = hands.start(3, pace_s=0.01)
+            until_members(first, 3)
+            hub.close()
+            again = Hub(f"127.0.0.1:{hub.address.port}", state=tmp_path / "hub")
+            stack.enter_context(again)
+            assert again.address == hub.address  # and so the token and the certificate
+            hands.finish()
+
+    def test_a_broker_that_restarts(self, zygote, fresh_broker):
+        broker = fresh_broker()
+        with Hands(zygote, broker.url(), epochs=12) as hands:
+            first, *_ = hands.start(3, pace_s=0.01)
+            until_members(first, 3)
+            broker.restart()
+            hands.finish()

@@ -1,0 +1,81 @@
+"""Pieces of states on their way to a newcomer, in whatever order they come."""
+
+from __future__ import annotations
+
+import torch
+
+from manyhands.checkpoint.tree import flatten
+from manyhands.collectives.messages import Record, Snapshot
+from manyhands.core.peers import NO_VIEW, PeerId
+from manyhands.replica.openings import Openings
+from manyhands.replica.snapshots import Snapshots
+
+NEWCOMER, DONORS = PeerId("newcomer", 9), [PeerId("a", 1), PeerId("b", 2)]
+
+
+class Engine:
+    """What it was told to send, and what has arrived."""
+
+    def __init__(self) -> None:
+        self.sent: list = []
+        self.arrived: list[Snapshot] = []
+
+    def send_snapshot(self, head, to, buffers) -> None:
+        self.sent.append((head, [memoryview(bytes(buffer)) for buffer in buffers]))
+
+    def snapshot_arrived(self, sender, head) -> None:
+        self.arrived.append(head)
+
+    def abort(self, error) -> None:
+        raise error
+
+
+def new_snapshots() -> tuple[Snapshots, Engine]:
+    made, engine = Snapshots({}, lambda theirs: None, lambda openings: None, 1 << 20), Engine()
+    made.attach(engine)
+    return made, engine
+
+
+def answers(number: int, applied: int, value: float) -> list[list]:
+    """What each donor sends in answer to that Ask: a state of three tensors."""
+    found = []
+    for place in range(len(DONORS)):
+        donor, engine = new_snapshots()
+        record = Record(b"", NO_VIEW, NO_VIEW, ())
+        head = Snapshot(number, applied, b"chain", record, place, len(DONORS))
+        donor.give(head, NEWCOMER)
+        flat = flatten({"weights": [torch.full((4,), value) for _ in range(3)]})
+        donor.serve(applied, flat, Openings(), 1 << 20)
+        assert not donor.is_due(applied)
+        found.append(engine.sent)
+    return found
+
+
+def deliver(newcomer: Snapshots, sender: PeerId, sent) -> None:
+    for head, buffers in sent:
+        newcomer.arrived(sender, head, buffers)
+
+
+def test_an_earlier_answer_that_comes_late_spoils_nothing():
+    """A donor was slow with its first answer; the newcomer has asked again meanwhile."""
+    newcomer, engine = new_snapshots()
+    (quick, slow), (quick_again, slow_again) = answers(0, 5, 1.0), answers(1, 8, 2.0)
+    deliver(newcomer, DONORS[0], quick)
+    deliver(newcomer, DONORS[0], quick_again)
+    deliver(newcomer, DONORS[1], slow)
+    deliver(newcomer, DONORS[1], slow_again)
+    assert [(head.number, head.applied) for head in engine.arrived] == [(1, 8)]
+    _, tree = newcomer.take(engine.arrived[0])
+    assert torch.equal(torch.stack(tree["weights"]), torch.full((3, 4), 2.0))
+
+
+def test_of_two_answers_the_first_to_be_whole_counts():
+    """After a death it asks again with the same number: both states would do, not a mixture."""
+    newcomer, engine = new_snapshots()
+    one, two = answers(0, 5, 1.0), answers(0, 8, 2.0)
+    for sender, first, second in zip(DONORS, one, two, strict=True):
+        deliver(newcomer, sender, first)
+        deliver(newcomer, sender, second)
+    assert [head.applied for head in engine.arrived] == [5]
+    _, tree = newcomer.take(engine.arrived[0])
+    assert torch.equal(torch.stack(tree["weights"]), torch.full((3, 4), 1.0))
