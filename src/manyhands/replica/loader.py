@@ -128,17 +128,16 @@ class Loader:
         self.at_end()
 
     def _next(self, leg: int) -> Turn | None:
+        self._replica.settle()
         if self._held is None:
             at = self._conductor.base.round
             if self._is_over(at) or self._agenda.leg(at) > leg:
-                self._replica.settle()
-                return None
+                return None  # the state is that after the round until the next leg begins
             self._held = self._replica.next_turn()
         if self._held is None:
             self._replica.stop()
             return None
         if self._agenda.leg(self._conductor.base.openings.count(self._held.number)) > leg:
-            self._replica.settle()
             return None
         turn, self._held = self._held, None
         return turn

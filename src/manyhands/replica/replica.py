@@ -153,7 +153,6 @@ class Replica:
 
     def stop(self) -> None:
         """No more turns for this peer: what its loop does after them is none of the run's."""
-        self.settle()
         self._gate.open = False
 
     @property

@@ -174,6 +174,15 @@ class Run:
         return self._at_work.evaluation
 
     @property
+    def evaluated(self) -> dict[str, float]:
+        """What was said with `mean` in the evaluation that has just ended, over all its samples.
+
+        The same at all peers; empty again once the next round is closed.
+        """
+        known = self._at_work.scalars.known
+        return {name: mean for name, (at, mean) in known.items() if at == self.round}
+
+    @property
     def roster(self) -> tuple[PeerId, ...]:
         """Who takes part, in order."""
         return self._at_work.roster

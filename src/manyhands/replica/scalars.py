@@ -1,8 +1,8 @@
 """Scalars: numbers that travel with a round, and come back the same to all peers.
 
-Most are means over the samples of the round. A word is no mean but one peer's: the first of the
-roster's that has said it. They are the only numbers that all peers have in common: what steers a loop (early stopping, a
-plateau) must be one of these.
+Most are means over the samples of the round. A word is no mean but one peer's: that of the first of
+the roster that has said one. They are the only numbers that all peers have in common: what steers a
+loop (early stopping, a plateau) must be one of these.
 """
 
 from __future__ import annotations
