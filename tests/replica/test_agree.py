@@ -7,10 +7,11 @@ import math
 import os
 
 import pytest
+from torch.utils.data import DataLoader
 
 from manyhands.core.errors import UsageError
 from tests.collectives.rounds_peer import PeerProcess
-from tests.replica.loops import EPOCHS, THREE, Recipe, mean_loss, together
+from tests.replica.loops import EPOCHS, THREE, Points, Recipe, mean_loss, together
 
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
 PROGRAM = "tests.replica.agreement"
@@ -55,6 +56,22 @@ def test_who_says_nothing_leaves_it_to_the_others():
     together(Recipe(loop), THREE)
     assert all(agreed == second for agreed, second in found.values())
     assert len(set(found.values())) == 1
+
+
+def test_who_has_no_samples_is_heard_too():
+    """Two samples a round, for three peers."""
+    known = []
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        for batch in loader:
+            hand.agree(hand.name, f"of {hand.name}")
+            mean_loss(model, batch).backward()
+            optimizer.step()
+        known.append(dict(hand._session.scalars.agreed))
+
+    together(Recipe(loop, data=lambda: DataLoader(Points(), 2), epochs=1), THREE)
+    assert known == [known[0]] * 3
+    assert sorted(known[0]) == ["of 0", "of 1", "of 2"]
 
 
 def test_it_is_false_before_anything_is_known_and_names_are_checked():

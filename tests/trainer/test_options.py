@@ -226,6 +226,15 @@ def test_patience(number, mode, epochs):
     assert [history.stopped for _, history in results] == [mode == "max"] * number
 
 
+def test_a_resumed_run_that_had_stopped_stays_so(tmp_path):
+    make = maker(watch="loss", mode="max", patience=1)
+    ((_, before),) = fit(make, checkpoints=tmp_path)
+    ((trainer, after),) = fit(make, checkpoints=tmp_path, resume=True)
+    assert before.stopped
+    assert after == before
+    assert trainer.loggers[0].rows == []
+
+
 def test_what_is_no_number_is_no_improvement():
     def evaluate(model):
         return {"score": float("nan")}

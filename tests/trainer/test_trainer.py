@@ -119,6 +119,16 @@ def test_resumed_at_another_number_of_peers(zygote, hub_url, tmp_path):
         assert set().union(*rounds) == set(range(4 * ROUNDS))
 
 
+def test_an_epoch_is_saved_with_its_evaluation(zygote, hub_url, tmp_path):
+    with Hands(zygote, hub_url, checkpoints=str(tmp_path)) as hands:
+        first = hands.join({"what": "forward", "round": 2 * ROUNDS - 1, "then": "wait"})
+        until(lambda: any(place.complete for place in Store(tmp_path).places()))
+        first.kill()
+        second = hands.join(resume=True)
+        hands.finish(first)
+        assert min(said["after"] for said in second.said if "after" in said) == 2 * ROUNDS
+
+
 def test_all_stop_early_at_the_same_epoch(zygote, hub_url):
     """Also if one is killed on the way."""
     rows = oracle(12, None)[1]
