@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 MAY_LOAD_TORCH = (
     *("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer"),
     "manyhands.cli.demo_alone",
-    *("manyhands.checkpoint.", "manyhands.data.", "manyhands.replica."),
+    *("manyhands.checkpoint.", "manyhands.data.", "manyhands.replica.", "manyhands.trainer."),
     *(
         f"manyhands.compat.deepbooster.{name}"
         for name in ("dataset", "learner", "trainer", "training")

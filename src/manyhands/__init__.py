@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
     from manyhands.replica.run import Run, join
     from manyhands.replica.session import RoundClosed
+    from manyhands.trainer.trainer import Trainer
 
 __all__ = [
     "Delivery",
@@ -48,6 +49,7 @@ __all__ = [
     "RoundClosed",
     "Run",
     "Terms",
+    "Trainer",
     "View",
     "__version__",
     "compressed",
@@ -78,6 +80,7 @@ _LAZY = {
     "RoundClosed": "manyhands.replica.session",
     "Run": "manyhands.replica.run",
     "Terms": "manyhands.links.messages",
+    "Trainer": "manyhands.trainer.trainer",
     "View": "manyhands.core.peers",
     "compressed": "manyhands.collectives.backend.hooks",
     "join": "manyhands.replica.run",

@@ -178,7 +178,7 @@ class Seen:
             if len(self._rounds.members) < self._peers:
                 # A newcomer needs rounds that go on, but not that quickly.
                 with suppress(LinkTimeout):
-                    self._rounds.wait_for_view(self._all_in, COMING_S)
+                    self._rounds.outlook.wait_for_view(self._all_in, COMING_S)
             leaf = batch
             while not isinstance(leaf, torch.Tensor):
                 leaf = next(iter(leaf.values() if isinstance(leaf, dict) else leaf))

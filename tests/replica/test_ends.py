@@ -8,6 +8,7 @@ import pytest
 
 from manyhands.checkpoint.store import Store
 from tests.replica.hands import Hands
+from tests.replica.training import alone, shadow
 
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
 
@@ -40,6 +41,21 @@ def test_ctrl_c_saves_and_ends(zygote, url, tmp_path):
         assert place.round == 1 + max(said["round"] for said in first.said if "round" in said)
         hands.join(resume=True)
         hands.finish(first)
+
+
+def test_what_a_loop_does_after_it_was_asked_to_end_is_not_saved(zygote, hub, tmp_path):
+    """It steps its scheduler in the middle of an epoch; nobody else would have."""
+    url, folder = f"{hub.address}?insecure=1", tmp_path / "saved"
+    with Hands(zygote, url, epochs=6, checkpoints=str(folder), save_every=1000) as hands:
+        first = hands.join(pace_s=0.01)
+        first.until(reached(4))  # of four an epoch
+        first.tell("terminate")
+        assert first.wait() == 0, first.report()
+        assert len(Store(folder).places()) == 1
+        second = hands.join(resume=True)
+        assert second.wait() == 0, second.report()
+        end = second.until(lambda said: "done" in said)
+        assert end["shadow"] == pytest.approx(shadow(alone(6)[1]), abs=1e-7)
 
 
 def test_whose_loop_ends_early_leaves(zygote, url):

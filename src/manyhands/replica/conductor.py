@@ -35,6 +35,7 @@ from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.rounds import Rounds
 from manyhands.core.errors import Excluded, LinkError, LinkTimeout, ManyhandsError
 from manyhands.core.peers import PeerState
+from manyhands.replica.agenda import Agenda
 from manyhands.replica.openings import Openings, opened_chain
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Turn:
     last: bool = True  # completes what is asked of this peer so far
     committed: Committed | None = None
     ended: bool = False  # its backward was done
+    evaluates: bool = False  # nothing is learnt from it; `round` is how many came before
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Base:
 
     @property
     def round(self) -> int:
-        """How many rounds with samples were applied: the number of the next one."""
+        """How many rounds with samples were applied, evaluations among them: see `Agenda`."""
         return self.openings.count(self.applied)
 
     def open(self) -> Base:
@@ -85,8 +87,7 @@ class Conductor:
     `connect` joins the run anew and returns an engine that serves. `take` loads a state that came.
     `look` is called whenever there is time. `enough`: so many follow that the first round with
     samples may begin, for which this peer waits `gather_s` at most. `nothing` is a contribution
-    that counts nothing. `most` is how many units a turn has at most. `offers`: this peer has a
-    state that a run may start from.
+    that counts nothing. `offers`: this peer has a state that a run may start from.
     """
 
     connect: Callable[[], Rounds]
@@ -96,7 +97,7 @@ class Conductor:
     enough: Callable[[Rounds], bool]
     nothing: Sequence[Tensor]
     base: Base
-    most: int
+    agenda: Agenda
     gather_s: float
     offers: bool = True
     over: bool = False
@@ -146,7 +147,9 @@ class Conductor:
                     outcome.result.close()
                     self.advance(outcome)
                 case Committed():
-                    return Turn(self.base.round, outcome.round, EMPTY, committed=outcome)
+                    turn = self._turn(outcome.round, EMPTY)
+                    turn.committed = outcome
+                    return turn
                 case TakeState():
                     self.base, self.offers = self.take(outcome.snapshot), True
                     self._todo.clear()
@@ -243,10 +246,21 @@ class Conductor:
                     self._rejoin()  # behind those who can
 
     def _plan(self, task: Task) -> None:
-        pieces = task.ranges.pieces([self.most] * -(-len(task.ranges) // self.most))
-        at = self.base.openings.count(task.round)
-        self._todo = deque(Turn(at, task.round, piece, task, last=False) for piece in pieces)
+        most = self.agenda.most_of(self.base.openings.count(task.round))
+        pieces = task.ranges.pieces([most] * -(-len(task.ranges) // most))
+        self._todo = deque(self._turn(task.round, piece, task) for piece in pieces)
         self._todo[-1].last = True
+
+    def _turn(self, number: int, ranges: Ranges, task: Task | None = None) -> Turn:
+        count = self.base.openings.count(number)
+        return Turn(
+            self.agenda.round(count),
+            number,
+            ranges,
+            task,
+            last=task is None,
+            evaluates=self.agenda.evaluates(count),
+        )
 
     def _open(self, task: Task) -> None:
         """A round without samples: as its only member, hold it until enough others follow.

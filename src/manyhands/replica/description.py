@@ -47,9 +47,14 @@ def describe(
         "parameters": {name: _form(tensor) for name, tensor in parameters},
         "buffers": {name: _form(tensor) for name, tensor in buffers},
         "optimizers": [_settings(optimizer) for optimizer in optimizers],
-        "data": {"samples": source.size, "fingerprint": fingerprint_of(source)},
+        "data": describe_data(source),
         **options,
     }
+
+
+def describe_data(source: Source) -> dict[str, Any]:
+    """Of a data set."""
+    return {"samples": source.size, "fingerprint": fingerprint_of(source)}
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -82,10 +82,10 @@ class Keeper:
         is_time = self._wanted or round % self._every == 0
         return round > self._last and is_time and self._idle.is_set()
 
-    def copy(self, base: Base) -> None:
+    def copy(self, base: Base, round: int) -> None:
         """The state is that of `base`, now."""
-        self._wanted, self._last = False, base.round
-        self._copied = base.applied, self._checkpoint(base)
+        self._wanted, self._last = False, round
+        self._copied = base.applied, self._checkpoint(base, round)
 
     def stable(self, applied: int) -> None:
         """This state cannot be lost or replaced any more: it may be written."""
@@ -99,11 +99,11 @@ class Keeper:
         self._idle.clear()
         self._work.put(copied)
 
-    def save_last(self, base: Base) -> None:
+    def save_last(self, base: Base, round: int) -> None:
         """The state is that of `base`, and nobody will change it: written before this returns."""
         self.close()
-        if base.round > 0:
-            self._write(self._checkpoint(base))
+        if round > 0:
+            self._write(self._checkpoint(base, round))
 
     def close(self) -> None:
         """What is to be written is. Idempotent."""
@@ -112,7 +112,7 @@ class Keeper:
             self._thread.join()
             self._thread = None
 
-    def _checkpoint(self, base: Base) -> Checkpoint:
+    def _checkpoint(self, base: Base, round: int) -> Checkpoint:
         flat = self._state.flat(copy=True)
         about = {
             "description": dict(self._description),
@@ -121,7 +121,7 @@ class Keeper:
             "openings": list(base.openings.starts),
         }
         tree = unflatten(flat.shape, flat.tensors)
-        return Checkpoint(round=base.round, chain=base.chain, about=about, tree=tree)
+        return Checkpoint(round=round, chain=base.chain, about=about, tree=tree)
 
     def _run(self) -> None:
         while (checkpoint := self._work.get()) is not None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from manyhands.core.errors import UsageError
 from manyhands.data.calendar import Calendar
-from manyhands.data.fetch import Request
+from manyhands.data.fetch import Fetcher, Request, WorkerFetcher
+from manyhands.data.source import Source
+from manyhands.replica.agenda import Agenda
 from manyhands.replica.conductor import Conductor, Turn
 from manyhands.replica.replica import Replica
 
@@ -37,6 +40,8 @@ class Units:
 
     def request(self, turn: Turn) -> Request:
         """The samples of a turn. One that counts nothing still has some: its body runs too."""
+        if turn.evaluates:  # the same every time
+            return Request(0, tuple(p for span in turn.ranges.spans for p in range(*span)))
         span = self._calendar.span(turn.round)
         if not turn.ranges:
             stop = min(span.stop, span.start + _SPARE)
@@ -49,6 +54,8 @@ class Units:
 
     def num_samples(self, turn: Turn) -> int:
         """Of a turn."""
+        if turn.evaluates:
+            return len(turn.ranges)
         size = self._calendar.num_samples(turn.round)
         spans = turn.ranges.spans
         return sum(min(size, b * self._grain) - a * self._grain for a, b in spans)
@@ -65,14 +72,14 @@ class Loader:
         self,
         replica: Replica,
         conductor: Conductor,
-        calendar: Calendar,
+        agenda: Agenda,
         units: Units,
         fetcher: Fetches,
         num_rounds: int | None,
         dataset: Any,  # noqa: ANN401
     ) -> None:
         self._replica, self._conductor = replica, conductor
-        self._calendar, self._units, self._fetcher = calendar, units, fetcher
+        self._agenda, self._units, self._fetcher = agenda, units, fetcher
         self._num_rounds = num_rounds
         self._held: Turn | None = None  # of a later epoch than the one that was asked for
         self.at_end: Callable[[], None] = lambda: None
@@ -80,33 +87,90 @@ class Loader:
         self.epoch = -1
         """The one that is iterated over."""
         # What loops ask a DataLoader for, to say how far they are.
-        self.dataset, self.batch_size = dataset, calendar.batch
+        self.dataset, self.batch_size = dataset, agenda.calendar.batch
 
     def __len__(self) -> int:
         """Rounds of an epoch. Iterations may be more: a round can take several."""
-        return self._calendar.rounds_per_epoch
+        return self._agenda.calendar.rounds_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
         self.epoch += 1
-        epoch = self.epoch
-        while (turn := self._next(epoch)) is not None:
+        for turn in self._turns(2 * self.epoch):
+            if turn.evaluates:
+                raise UsageError(
+                    f"after round {turn.round - 1} comes an evaluation, and the loop trains on",
+                    hint="iterate over run.evaluation after every epoch",
+                )
             batch = self._fetcher.fetch(self._units.request(turn))
             self._replica.begin(turn)
             yield batch
+
+    def evaluate(self, fetcher: Fetches) -> Iterator[Any]:
+        """This peer's share of the evaluation after the epoch; nothing if that is behind the run.
+
+        Who has no share of it waits here for the others.
+        """
+        for turn in self._turns(2 * self.epoch + 1):
+            if not turn.evaluates:
+                raise UsageError(
+                    f"round {turn.round} comes next, and the loop evaluates",
+                    hint="run the loop over the loader to its end before run.evaluation",
+                )
+            batch = None if turn.task is None else fetcher.fetch(self._units.request(turn))
+            self._replica.begin(turn)
+            if turn.task is not None:
+                yield batch
+        fetcher.close()
+
+    def _turns(self, leg: int) -> Iterator[Turn]:
+        while (turn := self._next(leg)) is not None:
+            yield turn
         self.at_end()
 
-    def _next(self, epoch: int) -> Turn | None:
+    def _next(self, leg: int) -> Turn | None:
+        self._replica.settle()
         if self._held is None:
             at = self._conductor.base.round
-            if self._is_over(at) or self._calendar.span(at).epoch > epoch:
-                self._replica.settle()
-                return None
+            if self._is_over(at) or self._agenda.leg(at) > leg:
+                return None  # the state is that after the round until the next leg begins
             self._held = self._replica.next_turn()
-        if self._held is None or self._calendar.span(self._held.round).epoch > epoch:
-            self._replica.settle()
+        if self._held is None:
+            self._replica.stop()
+            return None
+        if self._agenda.leg(self._conductor.base.openings.count(self._held.number)) > leg:
             return None
         turn, self._held = self._held, None
         return turn
 
-    def _is_over(self, round: int) -> bool:
-        return self._num_rounds is not None and round >= self._num_rounds
+    def _is_over(self, count: int) -> bool:
+        return self._num_rounds is not None and count >= self._num_rounds
+
+
+class Evaluation:
+    """What a loop iterates over after each epoch: its samples count once, over all peers."""
+
+    def __init__(self, loader: Loader, fetcher: Fetches) -> None:
+        self._loader, self._fetcher = loader, fetcher
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader.evaluate(self._fetcher)
+
+
+def fetcher_for(source: Source, seed: int, calendar: Calendar) -> Fetcher | WorkerFetcher:
+    """With the workers that the user wants."""
+    if not source.workers.num:
+        return Fetcher(source, seed)
+    return WorkerFetcher(source, seed, _guess(calendar))
+
+
+def _guess(calendar: Calendar) -> Callable[[Request], Request]:
+    """Most often a peer's share of the next round is its share of this one."""
+
+    def guess(request: Request) -> Request:
+        moved = tuple(p + calendar.batch for p in request.positions)
+        last = calendar.rounds_per_epoch * calendar.batch
+        if moved[-1] < min(calendar.size, last):
+            return Request(request.epoch, moved)
+        return Request(request.epoch + 1, tuple(p % calendar.batch for p in request.positions))
+
+    return guess

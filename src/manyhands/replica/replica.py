@@ -63,7 +63,7 @@ class Replica:
         self._backward: Backward | None = None
         self._turn: Turn | None = None
         self._dirty = False  # the last turn is to be undone
-        self._round = -1  # whose beginning is remembered
+        self._round = -1  # whose beginning is remembered, as the engine counts them
         self._began: dict[str, Any] = {}  # state of the undone things then
         self._weight: float | None = None
         self._norm: float | None = None  # of the mean, if the round has one
@@ -94,8 +94,8 @@ class Replica:
         self._gate.open = False
         self._weight = self._norm = None
         self._turn = turn
-        if turn.round != self._round:
-            self._round = turn.round
+        if turn.number != self._round:
+            self._round = turn.number
             self._gradients.begin_round()
             self._began = {n: deepcopy(thing.state_dict()) for n, thing in self._undone.items()}
         self._scalars.begin_pass(turn.number)
@@ -129,6 +129,9 @@ class Replica:
         if turn is None or turn.ended:
             return
         self._gradients.undo()
+        if turn.evaluates:
+            self._settle_evaluation(turn)
+            return
         self._dirty = True
         if turn.committed is not None and turn.committed.weight == 0.0:
             self._apply_nothing(turn, turn.committed)
@@ -147,6 +150,27 @@ class Replica:
             self._apply_nothing(turn, committed)
         else:  # the body that follows it is to step like all others
             self._conductor.put_back(committed)
+
+    def stop(self) -> None:
+        """No more turns for this peer: what its loop does after them is none of the run's."""
+        self._gate.open = False
+
+    @property
+    def round_closed(self) -> bool:
+        """Whether steps act: the last body has closed its round."""
+        return self._gate.open
+
+    def _settle_evaluation(self, turn: Turn) -> None:
+        """Whatever it has changed is undone, and what was said of it counts."""
+        committed = turn.committed
+        if turn.task is not None:
+            unused = [False] * self._gradients.num_tensors
+            self._scalars.end_pass(turn.task.generation, self._weight_of(turn), unused)
+            committed = self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
+        self._undo()
+        if committed is not None:
+            self._apply_nothing(turn, committed)
+            self._gate.open = True  # what follows belongs to the epoch that ends with it
 
     # -- inside a body --------------------------------------------------------------------------
 
@@ -184,6 +208,11 @@ class Replica:
             raise UsageError(
                 "a second backward in one iteration: the round was closed by the first",
                 hint="run all but the last one under `with run.no_sync():`",
+            )
+        if turn.evaluates:
+            raise UsageError(
+                "a backward in an evaluation, from which nothing is learnt",
+                hint="train in the loop over the loader; evaluate under torch.no_grad()",
             )
         self._gradients.begin_backward()
 
@@ -237,7 +266,8 @@ class Replica:
     def _done(self, turn: Turn, committed: Committed) -> None:
         turn.committed = committed
         self._conductor.advance(committed)
-        self.on_commit(turn.round, committed)
+        if not turn.evaluates:
+            self.on_commit(turn.round, committed)
         self._reseed(turn.round, None)
 
     def clip_grad_norm_(self, max_norm: float) -> float:

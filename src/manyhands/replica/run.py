@@ -11,9 +11,10 @@ with mh.join() as run:
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, cast
@@ -29,7 +30,7 @@ from manyhands.core.settings import find_meeting_point
 from manyhands.data.source import Source
 from manyhands.replica.conductor import Event
 from manyhands.replica.keeper import NotSaved, Saved
-from manyhands.replica.scalars import Scalars
+from manyhands.replica.loader import Evaluation
 from manyhands.replica.session import Options, Place, RoundClosed, Session
 from manyhands.replica.state import Stateful
 
@@ -41,24 +42,31 @@ class Mean:
     the next one.
     """
 
-    def __init__(self, scalars: Scalars, name: str) -> None:
-        self._scalars, self._name = scalars, name
+    def __init__(self, known: Mapping[str, tuple[int, float]], name: str) -> None:
+        self._known, self._name = known, name
 
     @property
     def round(self) -> int | None:
-        """Of which round the newest value is."""
-        known = self._scalars.known.get(self._name)
+        """Of which round the newest value is; if of an evaluation, how many came before it."""
+        known = self._known.get(self._name)
         return None if known is None else known[0]
 
     def __float__(self) -> float:
-        known = self._scalars.known.get(self._name)
+        known = self._known.get(self._name)
         return float("nan") if known is None else known[1]
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)
 
     def __repr__(self) -> str:
-        return f"Mean({self._name}={float(self)}, round={self.round})"
+        return f"{type(self).__name__}({self._name}={float(self)}, round={self.round})"
+
+
+class Agreed(Mean):
+    """One peer's word, the same at all peers after the same round. False before the first."""
+
+    def __bool__(self) -> bool:
+        return not math.isnan(float(self)) and float(self) != 0.0
 
 
 class Run:
@@ -81,13 +89,15 @@ class Run:
         global_batch: int | None = None,
         grain_size: int | None = None,
         epochs: int | None = None,
+        evaluation: Any = None,  # noqa: ANN401
         **options: Any,  # noqa: ANN401
     ) -> tuple[Any, Any, Any, Any]:
         """Train this model in rounds; returns all four, for the loop that stays the user's.
 
         Model, optimizer and scheduler (or a list of them) are the same objects; the loader is
         another one. The batch size is that of a whole round, whoever takes part. With `epochs` the
-        run has an end. `options`: see `session.Options`.
+        run has an end. `evaluation` is a DataLoader too: see the property. `options`: see
+        `session.Options`.
         """
         if self._session is not None:
             raise UsageError("this run has its model", hint="wrap once")
@@ -96,6 +106,7 @@ class Run:
             self._place,
             Options(grain_size=grain_size, epochs=epochs, **options),
             Source.of(loader, global_batch),
+            None if evaluation is None else Source.of(evaluation),
             model,
             _as_list(optimizer),
             [] if scheduler is None else _as_list(scheduler),
@@ -116,7 +127,18 @@ class Run:
         """The mean over the whole round of a number that is one over this pass."""
         number = float(value.detach()) if isinstance(value, Tensor) else float(value)
         self._at_work.replica.say(name, number)
-        return Mean(self._at_work.scalars, name)
+        return Mean(self._at_work.scalars.known, name)
+
+    def agree(self, value: float, name: str = "agreed") -> Agreed:
+        """This peer's word on what is no mean over samples: a clock, a file, a person's wish.
+
+        With each round's record comes, under a name, the word of the first of the roster that has
+        said one before its part of the round went out; by that all peers decide alike, whoever
+        dies. Said before `backward()` it can be known right after. Who joins later knows only what
+        is said again: say it in every round.
+        """
+        self._at_work.scalars.give_word(name, float(value))
+        return Agreed(self._at_work.scalars.agreed, name)
 
     def weight(self, value: float) -> None:
         """This pass counts so much (tokens, say) instead of its samples. Before `backward()`."""
@@ -133,7 +155,32 @@ class Run:
     @property
     def round(self) -> int:
         """Rounds that this peer has applied."""
-        return self._at_work.conductor.base.round
+        return self._at_work.round
+
+    @property
+    def round_closed(self) -> bool:
+        """Whether steps act now: the last pass, or evaluation, has closed its round here.
+
+        What a loop does once a round, or at the end of an epoch, belongs under it; a peer that
+        comes late, or is about to leave, runs past that without.
+        """
+        return self._at_work.replica.round_closed
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """After every epoch, this peer's share of `wrap(..., evaluation=...)`, batch by batch."""
+        if self._at_work.evaluation is None:
+            raise UsageError("there is nothing to evaluate", hint="wrap(..., evaluation=LOADER)")
+        return self._at_work.evaluation
+
+    @property
+    def evaluated(self) -> dict[str, float]:
+        """What was said with `mean` in the evaluation that has just ended, over all its samples.
+
+        The same at all peers; empty again once the next round is closed.
+        """
+        known = self._at_work.scalars.known
+        return {name: mean for name, (at, mean) in known.items() if at == self.round}
 
     @property
     def roster(self) -> tuple[PeerId, ...]:

@@ -1,7 +1,8 @@
-"""Scalars: numbers that travel with a round and come back as means over all its samples.
+"""Scalars: numbers that travel with a round, and come back the same to all peers.
 
-They are the only numbers that all peers have in common: what steers a loop (early stopping, a
-plateau) must be one of these.
+Most are means over the samples of the round. A word is no mean but one peer's: that of the first of
+the roster that has said one. They are the only numbers that all peers have in common: what steers a
+loop (early stopping, a plateau) must be one of these.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -48,14 +49,22 @@ class Line(NamedTuple):
     weight: float
 
 
+class Said(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The scalars of one peer's report."""
+
+    lines: tuple[Line, ...]
+    words: dict[_Name, float]
+
+
 class Notes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the reports of all members come to: which tensors anybody used, and the scalars."""
 
     used: bytes
     lines: tuple[Line, ...]
+    words: dict[_Name, float]
 
 
-_LINES = msgspec.msgpack.Decoder(tuple[Line, ...])
+_SAID = msgspec.msgpack.Decoder(Said)
 _NOTES = msgspec.msgpack.Decoder(Notes)
 _ENCODE = msgspec.msgpack.Encoder().encode
 
@@ -71,7 +80,10 @@ class Scalars:
         self._said: dict[str, Total] = {}  # of the pass under way; each counts one, so far
         self._now: dict[str, Total] = {}
         self._late: dict[str, Total] = {}
+        self._words: dict[str, float] = {}  # that no record has brought back yet
+        self._reported: dict[str, float] = {}  # those of them that the round under way has
         self.known: dict[str, tuple[int, float]] = {}  # by name: the newest round, and its mean
+        self.agreed: dict[str, tuple[int, float]] = {}  # the same of words
 
     # -- what is said ---------------------------------------------------------------------------
 
@@ -85,6 +97,12 @@ class Scalars:
             return  # it may be no number
         with self._lock:
             _add(self._late if closed else self._now, name, Total(value * weight, weight))
+
+    def give_word(self, name: str, value: float) -> None:
+        """It goes with this peer's next report, samples or not."""
+        with self._lock:
+            _check(self._words, name)
+            self._words[name] = value
 
     def begin_pass(self, round_: int) -> None:
         """Nothing is said of it yet."""
@@ -112,29 +130,33 @@ class Scalars:
     def report(self, round_: int, report: SelfReport) -> SelfReport:
         """What this peer says with part 0. Without samples it says so before its turn comes."""
         with self._lock:
+            words = self._reported = dict(self._words)
             if round_ != self._round:
-                return report
+                return msgspec.structs.replace(report, scalars=_ENCODE(Said((), words)))
             lines = [Line(n, False, *t) for n, t in self._now.items()]
             lines += [Line(n, True, *t) for n, t in self._late.items()]
-            return msgspec.structs.replace(report, used=_pack(self._used), scalars=_ENCODE(lines))
+            said = _ENCODE(Said(tuple(lines), words))
+            return msgspec.structs.replace(report, used=_pack(self._used), scalars=said)
 
     def note(self, parts: Sequence[Part]) -> bytes:
-        """What the lead makes of everybody's."""
+        """What the lead makes of everybody's; `parts` are in the order of the roster."""
         used = 0
         totals: defaultdict[Key, Total] = defaultdict(Total)
+        words: dict[str, float] = {}
         for part in parts:
             if part.report is None:
                 continue
             used |= int.from_bytes(part.report.used, "little")
             try:
-                lines = _LINES.decode(part.report.scalars)
+                said = _SAID.decode(part.report.scalars)
             except msgspec.DecodeError:
                 continue  # no number of a peer's that speaks another language
-            for line in lines:
+            words = {**said.words, **words}
+            for line in said.lines:
                 key = Key(line.name, line.late)
                 totals[key] = totals[key].plus(Total(line.sum, line.weight))
         lines = tuple(Line(*key, *total) for key, total in totals.items())
-        return _ENCODE(Notes(used.to_bytes(-(-used.bit_length() // 8), "little"), lines))
+        return _ENCODE(Notes(used.to_bytes(-(-used.bit_length() // 8), "little"), lines, words))
 
     # -- what has come of it --------------------------------------------------------------------
 
@@ -142,6 +164,9 @@ class Scalars:
         """Take in the means; returns which tensors anybody used. Raises Malformed."""
         with self._lock:
             self._late = {}
+            heard, self._reported = self._reported, {}
+            # What was said since, without samples after the report has gone, is for the next.
+            self._words = {n: w for n, w in self._words.items() if heard.get(n) is not w}
         if not notes:
             return [True] * num_tensors
         try:
@@ -151,16 +176,22 @@ class Scalars:
         for name, late, total, weight in found.lines:
             at = round_ - 1 if late else round_
             self.known[name] = (at, total / weight if weight else math.nan)
+        for name, word in found.words.items():
+            self.agreed[name] = (round_, word)
         used = int.from_bytes(found.used, "little")
         return [bool(used >> i & 1) for i in range(num_tensors)]
 
 
 def _add(totals: dict[str, Total], name: str, more: Total) -> None:
+    _check(totals, name)
+    totals[name] = totals.get(name, Total()).plus(more)
+
+
+def _check(among: Mapping[str, object], name: str) -> None:
     if not 0 < len(name) <= _NAME_CHARS:
         raise UsageError(f"a scalar's name has 1 to {_NAME_CHARS} characters, not {len(name)}")
-    if name not in totals and len(totals) >= _MOST:
+    if name not in among and len(among) >= _MOST:
         raise UsageError(f"more than {_MOST} scalars in one round", hint="average fewer")
-    totals[name] = totals.get(name, Total()).plus(more)
 
 
 def _pack(bits: Sequence[bool]) -> bytes:

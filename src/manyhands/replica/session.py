@@ -30,16 +30,22 @@ from manyhands.core.address import Address, LocalAddress
 from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerId, PeerState, View
 from manyhands.data.calendar import Calendar
-from manyhands.data.fetch import Fetcher, Request, WorkerFetcher
 from manyhands.data.source import Source
 from manyhands.links.base import Link, LinkSettings, dial, new_peer
 from manyhands.links.messages import Terms
+from manyhands.replica.agenda import Agenda
 from manyhands.replica.conductor import Base, Conductor, Event
-from manyhands.replica.description import Mismatch, describe, differences, digest_of
+from manyhands.replica.description import (
+    Mismatch,
+    describe,
+    describe_data,
+    differences,
+    digest_of,
+)
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, Named, parameters_of
 from manyhands.replica.keeper import Keeper, NotSaved, Saved
-from manyhands.replica.loader import Loader, Units
+from manyhands.replica.loader import Evaluation, Loader, Units, fetcher_for
 from manyhands.replica.openings import Openings
 from manyhands.replica.replica import Replica
 from manyhands.replica.scalars import Scalars
@@ -130,6 +136,7 @@ class Session:
         place: Place,
         options: Options,
         source: Source,
+        evaluated: Source | None,
         model: Module,
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[Any],
@@ -149,8 +156,12 @@ class Session:
         parameters = parameters_of(inner, optimizers)
         calendar = self._calendar = Calendar(source.size, source.batch, source.drop_last)
         self._units = Units(calendar, options.grain_size or 1)
+        most = 1 if options.grain_size else options.max_pass or source.batch
+        agenda = self._agenda = Agenda(calendar, most)
+        if evaluated is not None:
+            agenda = self._agenda = Agenda(calendar, most, evaluated.size, evaluated.batch)
         self._num_rounds = (
-            None if options.epochs is None else options.epochs * calendar.rounds_per_epoch
+            None if options.epochs is None else options.epochs * agenda.rounds_per_epoch
         )
         self._gradients = Gradients(inner, parameters)
         self._refuse = not any(hasattr(thing, "unscale_") for thing in registered.values())
@@ -164,6 +175,8 @@ class Session:
         self.description = describe(
             parameters, buffers, optimizers, source, _agreed(place, options, source, things)
         )
+        if evaluated is not None:
+            self.description["evaluation"] = describe_data(evaluated)
         num_bytes = sum(t.numel() * t.element_size() for t in self._gradients.like)
         self._snapshots = Snapshots(
             self.description,
@@ -184,7 +197,6 @@ class Session:
                 keep=options.keep,
             )
         base = self._first_base()
-        most = 1 if options.grain_size else options.max_pass or source.batch
         self.conductor = Conductor(
             self._connect,
             self._take,
@@ -193,7 +205,7 @@ class Session:
             self._is_gathered,
             self._gradients.nothing(),
             base or Base(0, b""),
-            most,
+            agenda,
             gather_s=place.lease_s,
             offers=base is not None,
         )
@@ -213,17 +225,22 @@ class Session:
         self.replica.between = self._between
         self.replica.on_commit = self._closed
         self.listeners: list[Callable[[RoundClosed], None]] = []
-        self._fetcher = _fetcher_for(source, place.seed, calendar)
+        self._fetchers = [fetcher_for(source, place.seed, calendar)]
         self.loader = Loader(
             self.replica,
             self.conductor,
-            calendar,
+            agenda,
             self._units,
-            self._fetcher,
+            self._fetchers[0],
             self._num_rounds,
             source.dataset,
         )
         self.loader.at_end = self._at_end
+        self.evaluation: Evaluation | None = None
+        if evaluated is not None:
+            days = Calendar(evaluated.size, evaluated.batch)
+            self._fetchers.append(fetcher_for(evaluated, place.seed, days))
+            self.evaluation = Evaluation(self.loader, self._fetchers[1])
         self._signals = Signals()
         self._is_new = True  # nobody had begun the run when this peer came
         try:
@@ -247,6 +264,11 @@ class Session:
         view = self.conductor.rounds.view
         return () if view is None else view.peers(PeerState.ACTIVE)
 
+    @property
+    def round(self) -> int:
+        """How many rounds that train were applied here."""
+        return self._agenda.round(self.conductor.base.round)
+
     def save(self) -> None:
         """As soon as this round is over, and cannot be lost any more."""
         if self._keeper is None:
@@ -261,14 +283,15 @@ class Session:
         ended = self._num_rounds is not None and self.conductor.base.round >= self._num_rounds
         self.conductor.finish(turn, ended=ended)
         if self._keeper is not None and last:
-            self._keeper.save_last(self.conductor.base)
+            self._keeper.save_last(self.conductor.base, self.round)
 
     def close(self) -> None:
         """Let go of the run and of the model. Idempotent."""
         self._signals.close()
         self.replica.close()
         self.conductor.close()
-        self._fetcher.close()
+        for fetcher in self._fetchers:
+            fetcher.close()
         if self._keeper is not None:
             self._keeper.close()
         if self._link is not None:
@@ -282,8 +305,10 @@ class Session:
             flat = self.state.flat(copy=True)
             self._snapshots.serve(applied, flat, self._openings, self._link.terms.part_bytes)
         base = self.conductor.base
-        if self._keeper is not None and self._keeper.is_due(base.round) and self._leads():
-            self._keeper.copy(base)
+        if self._keeper is None or self._agenda.evaluates(base.round):
+            return  # a state is saved with what its evaluation says
+        if self._keeper.is_due(self.round) and self._leads():
+            self._keeper.copy(base, self.round)
 
     def _closed(self, number: int, committed: Committed) -> None:
         if not self.listeners:
@@ -319,7 +344,7 @@ class Session:
         if self._keeper is not None:
             log.warning(
                 "to go on from round %d: MANYHANDS_RESUME=1 %s",
-                self.conductor.base.round,
+                self.round,
                 shlex.join(["python", *sys.argv]),
             )
         raise KeyboardInterrupt
@@ -368,7 +393,10 @@ class Session:
         """Of a round, as the engine counts them; one of an opening has nothing but a claim."""
         if self._openings.is_opening(number):
             return 1
-        return self._units.num(self._openings.count(number))
+        count = self._openings.count(number)
+        if self._agenda.evaluates(count):
+            return self._agenda.num_evaluated
+        return self._units.num(self._agenda.round(count))
 
     def _num_engine_rounds(self) -> int:
         assert self._num_rounds is not None
@@ -470,22 +498,3 @@ def _terms(lease_s: float, num_bytes: int) -> Terms:
         grace_s=min(1.0, lease_s / 2),
         watch_bytes=max(Terms().watch_bytes, _WATCHED * num_bytes),
     )
-
-
-def _fetcher_for(source: Source, seed: int, calendar: Calendar) -> Fetcher | WorkerFetcher:
-    if not source.workers.num:
-        return Fetcher(source, seed)
-    return WorkerFetcher(source, seed, _guess(calendar))
-
-
-def _guess(calendar: Calendar) -> Callable[[Request], Request]:
-    """Most often a peer's share of the next round is its share of this one."""
-
-    def guess(request: Request) -> Request:
-        moved = tuple(p + calendar.batch for p in request.positions)
-        last = calendar.rounds_per_epoch * calendar.batch
-        if moved[-1] < min(calendar.size, last):
-            return Request(request.epoch, moved)
-        return Request(request.epoch + 1, tuple(p % calendar.batch for p in request.positions))
-
-    return guess

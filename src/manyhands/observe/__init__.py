@@ -1,0 +1,1 @@
+"""Observe: what a run tells its user: loggers."""

@@ -1,0 +1,1 @@
+"""Trainer: the ready-made loop over a run."""
