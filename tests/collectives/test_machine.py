@@ -143,7 +143,8 @@ def test_refused_samples_are_quarantined_and_not_done_again():
     tag = machine.tag
     parts = sent(m.Part, machine.handle(e.Computed(0, WHOLE), lease=True))
     answers = seat.tell(*(e.PartArrived(A.incarnation, p, p.k == 1) for p in parts))
-    assert only(i.Retry, answers) == [i.Retry(0, tag, WHOLE)]
+    mine = m.Share(A.incarnation, WHOLE)
+    assert only(i.Retry, answers) == [i.Retry(0, tag, WHOLE, (mine,))]
     assert i.DropBank(0) in answers
     assert only(i.DropSums, answers) == [i.DropSums(0, tag)]  # at once, not with the commit
     assert machine.book.attempts(0) == [m.Tag(tag.cut, 1)]

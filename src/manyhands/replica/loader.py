@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from manyhands.data.calendar import Calendar
-from manyhands.data.fetch import Request
+from manyhands.data.fetch import Fetcher, Request, WorkerFetcher
+from manyhands.data.source import Source
 from manyhands.replica.conductor import Conductor, Turn
 from manyhands.replica.replica import Replica
 
@@ -110,3 +111,23 @@ class Loader:
 
     def _is_over(self, round: int) -> bool:
         return self._num_rounds is not None and round >= self._num_rounds
+
+
+def fetcher_for(source: Source, seed: int, calendar: Calendar) -> Fetcher | WorkerFetcher:
+    """What reads the samples of a source: here, or in as many processes as its loader had."""
+    if not source.workers.num:
+        return Fetcher(source, seed)
+    return WorkerFetcher(source, seed, _guess(calendar))
+
+
+def _guess(calendar: Calendar) -> Callable[[Request], Request]:
+    """Most often a peer's share of the next round is its share of this one."""
+
+    def guess(request: Request) -> Request:
+        moved = tuple(p + calendar.batch for p in request.positions)
+        last = calendar.rounds_per_epoch * calendar.batch
+        if moved[-1] < min(calendar.size, last):
+            return Request(request.epoch, moved)
+        return Request(request.epoch + 1, tuple(p % calendar.batch for p in request.positions))
+
+    return guess

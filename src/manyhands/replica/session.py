@@ -16,30 +16,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.optim import LBFGS, Optimizer
 
-from manyhands.collectives.instructions import Generation, Stable
+from manyhands.collectives.instructions import Generation, Lost, Retry, Stable, StopReason
 from manyhands.collectives.mail import Mail
 from manyhands.collectives.messages import Snapshot
-from manyhands.collectives.outcomes import Committed
+from manyhands.collectives.outcomes import Committed, Stopped
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.rounds import Rounds
 from manyhands.core.address import Address
 from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerId, PeerState, View
 from manyhands.data.calendar import Calendar
-from manyhands.data.fetch import Fetcher, Request, WorkerFetcher
 from manyhands.data.source import Source
 from manyhands.links.base import Link, LinkSettings, dial, new_peer
 from manyhands.links.messages import Terms
-from manyhands.replica.conductor import Base, Conductor, Event
+from manyhands.replica.blame import POLICIES, Blame
+from manyhands.replica.conductor import Base, Conductor, Event, Turn
 from manyhands.replica.description import Mismatch, describe, differences, digest_of
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, Named, parameters_of
 from manyhands.replica.keeper import Keeper, NotSaved, Saved
-from manyhands.replica.loader import Loader, Units
+from manyhands.replica.layers import warn_of_chance
+from manyhands.replica.loader import Loader, Units, fetcher_for
 from manyhands.replica.openings import Openings
 from manyhands.replica.replica import Replica
 from manyhands.replica.scalars import Scalars
@@ -55,6 +54,7 @@ _WATCHED = 4  # results that a newcomer may be behind
 _EVENTS = 1000  # that are kept
 _TICK_S = 1.0  # how often a wait looks whether it shall end
 _REMIND_S = 10.0  # how often a peer that waits for others says so
+_FATAL = (StopReason.REFUSED, StopReason.DEADLY)
 _FORM = "replicas of a model"  # what else must agree, a description says in full
 
 
@@ -97,6 +97,9 @@ class Options:
     """What the loss is over its batch: "mean" or "sum"."""
     shares: str = "speed"
     """By "speed", or "equal"."""
+    bad_gradients: str = "skip"
+    """What cannot be averaged: "skip" its samples, "drop" the peer if others can compute them, or
+    "stop" the run."""
     checkpoints: str | os.PathLike[str] | None = None
     """A folder or any fsspec URL; the first of the roster saves there."""
     save_every: int | None = None
@@ -111,7 +114,11 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}", hint="1 or more, or None")
-        for name, known in (("loss", ("mean", "sum")), ("shares", ("speed", "equal"))):
+        for name, known in (
+            ("loss", ("mean", "sum")),
+            ("shares", ("speed", "equal")),
+            ("bad_gradients", tuple(POLICIES)),
+        ):
             if getattr(self, name) not in known:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r}", hint=f"one of {', '.join(known)}"
@@ -139,12 +146,8 @@ class Session:
         for optimizer in optimizers:
             _check_optimizer(optimizer)
         self._place, self._options = place, options
-        if options.grain_size is None and (kinds := _batch_dependent(model)):
-            log.warning(
-                "%s see their batch or chance: without grain_size=N the run is the same at any "
-                "number of peers only statistically",
-                ", ".join(kinds),
-            )
+        if options.grain_size is None:
+            warn_of_chance(model)
         inner: Module = getattr(model, "_orig_mod", model)  # of one that torch.compile has made
         parameters = parameters_of(inner, optimizers)
         calendar = self._calendar = Calendar(source.size, source.batch, source.drop_last)
@@ -154,6 +157,15 @@ class Session:
         )
         self._gradients = Gradients(inner, parameters)
         self._refuse = not any(hasattr(thing, "unscale_") for thing in registered.values())
+        self._blame = Blame(
+            options.bad_gradients,
+            self._gradients.names,
+            source,
+            place.seed,
+            lambda n, ranges: self._units.request(Turn(self._openings.count(n), n, ranges)),
+            lambda peer: self.conductor.rounds.name_of(peer),
+            lambda n: self._openings.count(n),
+        )
         things: dict[str, Stateful] = dict(registered)
         things |= {f"optimizer {i}": o for i, o in enumerate(optimizers)}
         things |= {f"scheduler {i}": s for i, s in enumerate(schedulers)}
@@ -213,7 +225,7 @@ class Session:
         self.replica.between = self._between
         self.replica.on_commit = self._closed
         self.listeners: list[Callable[[RoundClosed], None]] = []
-        self._fetcher = _fetcher_for(source, place.seed, calendar)
+        self._fetcher = fetcher_for(source, place.seed, calendar)
         self.loader = Loader(
             self.replica,
             self.conductor,
@@ -286,6 +298,7 @@ class Session:
             self._keeper.copy(base)
 
     def _closed(self, number: int, committed: Committed) -> None:
+        self._blame.judge(committed.round, committed.record.quarantine, self.me.incarnation)
         if not self.listeners:
             return
         name_of = self.conductor.rounds.name_of
@@ -329,6 +342,13 @@ class Session:
             if self._keeper is not None:
                 self._keeper.stable(event.applied)
             return  # every round is
+        if isinstance(event, Retry):
+            self._blame.refused(event)
+        elif isinstance(event, Lost):
+            self._blame.lost(event)
+        elif isinstance(event, Stopped) and event.reason in _FATAL:
+            self._save_before_the_end()
+            raise self._blame.error()
         own = isinstance(event, Generation) and event.own
         if own and not self._is_new and self.conductor.base.round == 0:
             raise UsageError(
@@ -337,6 +357,12 @@ class Session:
             )
         self.events.append(event)
         log.info("%s", event)
+
+    def _save_before_the_end(self) -> None:
+        """The run stops within a round: what all have of the one before must not be lost."""
+        first = self.conductor.rounds.members[:1]
+        if self._keeper is not None and first == (self.me.incarnation,):
+            self._keeper.save_last(self.conductor.base)
 
     # -- joining --------------------------------------------------------------------------------
 
@@ -353,6 +379,7 @@ class Session:
             num_rounds=None if self._num_rounds is None else self._num_engine_rounds,
             wire=self._options.wire,
             refuse=self._refuse,
+            on_refusal=POLICIES[self._options.bad_gradients],
             num_measured=self._gradients.num_parameters,
             form=_FORM,
             state=self._snapshots,
@@ -423,7 +450,8 @@ class Session:
             log.warning("no checkpoint in %s: waiting for a peer that has a state", place)
             return None
         base, description = found
-        self._compare({**description, "epochs": self.description["epochs"]})
+        free = {name: self.description[name] for name in ("epochs", "bad_gradients")}
+        self._compare({**description, **free})
         return base.open()
 
 
@@ -433,16 +461,6 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             "LBFGS calls its closure several times a step, and a round has one backward",
             hint="take an optimizer that steps without a closure, Adam or SGD say",
         )
-
-
-def _batch_dependent(model: Module) -> list[str]:
-    """Kinds of layers whose output for a sample depends on which others come with it."""
-    found = {
-        type(module).__name__
-        for module in model.modules()
-        if isinstance(module, _BatchNorm | _DropoutNd)
-    }
-    return sorted(found)
 
 
 def _agreed(
@@ -458,6 +476,7 @@ def _agreed(
         "seed": place.seed,
         "wire": options.wire,
         "loss": options.loss,
+        "bad_gradients": options.bad_gradients,
         "state": sorted(things),
     }
 
@@ -469,22 +488,3 @@ def _terms(lease_s: float, num_bytes: int) -> Terms:
         grace_s=min(1.0, lease_s / 2),
         watch_bytes=max(Terms().watch_bytes, _WATCHED * num_bytes),
     )
-
-
-def _fetcher_for(source: Source, seed: int, calendar: Calendar) -> Fetcher | WorkerFetcher:
-    if not source.workers.num:
-        return Fetcher(source, seed)
-    return WorkerFetcher(source, seed, _guess(calendar))
-
-
-def _guess(calendar: Calendar) -> Callable[[Request], Request]:
-    """Most often a peer's share of the next round is its share of this one."""
-
-    def guess(request: Request) -> Request:
-        moved = tuple(p + calendar.batch for p in request.positions)
-        last = calendar.rounds_per_epoch * calendar.batch
-        if moved[-1] < min(calendar.size, last):
-            return Request(request.epoch, moved)
-        return Request(request.epoch + 1, tuple(p % calendar.batch for p in request.positions))
-
-    return guess
