@@ -51,7 +51,7 @@ from manyhands.collectives.messages import (
     Want,
 )
 from manyhands.collectives.ranges import EMPTY, Ranges
-from manyhands.collectives.refusal import Doubts, OnRefusal, ask_others
+from manyhands.collectives.refusal import Doubts, OnRefusal, ask_others, blamed
 from manyhands.collectives.shares import Closure, next_record
 from manyhands.collectives.standing import Course, Mode, Served, Standing
 from manyhands.links.messages import Resign
@@ -314,10 +314,7 @@ class Attempt(Standing):
     def _try_again(self, tag: Tag, refused: Ranges) -> None:
         """All parts are here, and some contribution was refused: every member sees the same."""
         heads = [result.sum for result in self.book.results(Key(self.applied, tag)).values()]
-        given = heads[0].contributions
-        bad = tuple(share for share in given if share.ranges & refused)
-        faults = tuple(fault for head in heads for fault in head.faults)
-        self._emit(Retry(self.applied, tag, refused, bad, faults))
+        self._emit(Retry(self.applied, tag, refused, *blamed(heads, refused)))
         more = EMPTY
         match self.course.on_refusal:
             case OnRefusal.STOP:
@@ -326,7 +323,7 @@ class Attempt(Standing):
             case OnRefusal.SKIP:
                 self.quarantine |= refused
             case OnRefusal.REDO:
-                opinion = ask_others(self.doubts, given, refused)
+                opinion = ask_others(self.doubts, heads[0].contributions, refused)
                 self.doubts = opinion.doubts
                 self.quarantine |= opinion.quarantine
                 more = opinion.claims.get(self.me, EMPTY)

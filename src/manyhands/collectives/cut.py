@@ -23,8 +23,8 @@ from manyhands.collectives.instructions import (
     StopReason,
 )
 from manyhands.collectives.messages import MOST_DEATHS, NO_TAG, Fill, Status, Tag
-from manyhands.collectives.ranges import EMPTY
-from manyhands.collectives.refusal import Doubts, OnRefusal
+from manyhands.collectives.ranges import EMPTY, Ranges
+from manyhands.collectives.refusal import Doubts, OnRefusal, blamed
 from manyhands.collectives.standing import Course, Mode
 from manyhands.collectives.verdict import Settlement, Verdict, decide, settle
 from manyhands.core.peers import PeerState, View, ViewNumber
@@ -182,8 +182,9 @@ class Cutting(Attempt):
         assert self.applied == verdict.target
         self.known = max(self.known, self.cut)
         self.generation = verdict.generation
+        if verdict.refused - self.quarantine - self.doubts.samples:
+            self._tell_refused(verdict.refused)
         if verdict.refused and self.course.on_refusal is OnRefusal.STOP:
-            self._emit(Retry(self.applied, Tag(self.cut, 0), verdict.refused))
             self._stop_refused(verdict.refused)
             return
         settlement = self._settle(verdict)
@@ -221,6 +222,12 @@ class Cutting(Attempt):
     def _settle(self, verdict: Verdict) -> Settlement:
         active = [p for p, s in self.participants.items() if s is PeerState.ACTIVE]
         return settle(verdict, self._heard, self._governing(), active, self._whole())
+
+    def _tell_refused(self, refused: Ranges) -> None:
+        """Others have seen it; whose it was, this peer knows if it holds a result that says so."""
+        tag = max(self.book.attempts(self.applied), default=NO_TAG)
+        heads = [result.sum for result in self.book.results(Key(self.applied, tag)).values()]
+        self._emit(Retry(self.applied, tag, refused, *blamed(heads, refused)))
 
     def _stop_deadly(self, settlement: Settlement) -> None:
         """Whoever goes on with the round is the next to die."""

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from manyhands.collectives.messages import Share
+from manyhands.collectives.messages import Fault, Share, Sum
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.shares import share_out
 
@@ -37,6 +37,13 @@ class SecondOpinion:
     doubts: Doubts
     claims: Mapping[int, Ranges]  # what is computed once more, and by whom
     quarantine: Ranges  # the rest of what was refused
+
+
+def blamed(heads: Sequence[Sum], refused: Ranges) -> tuple[tuple[Share, ...], tuple[Fault, ...]]:
+    """Of an attempt, as far as these of its results tell: which contributions, and why."""
+    given = heads[0].contributions if heads else ()
+    bad = tuple(share for share in given if share.ranges & refused)
+    return bad, tuple(fault for head in heads for fault in head.faults)
 
 
 def ask_others(doubts: Doubts, contributions: Sequence[Share], refused: Ranges) -> SecondOpinion:

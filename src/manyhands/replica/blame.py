@@ -109,7 +109,8 @@ class Blame:
 
     def _accuse(self, retry: Retry, peer: int) -> str:
         places = {fault.tensor for fault in retry.faults if fault.peer == peer}
-        names = [self._tensors[place] for place in sorted(p for p in places if p is not None)]
+        known = dict(enumerate(self._tensors))  # what others say of them need not be true
+        names = [known.get(p, f"tensor {p}") for p in sorted(p for p in places if p is not None)]
         found = "is not of the size it should have"
         if names:
             found = f"is not finite in {', '.join(names[:_SHOWN])}"
