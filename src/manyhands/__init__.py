@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from manyhands.links.base import Delivery, Gap, Link, LinkSettings, open_link
     from manyhands.links.hub import Hub
     from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
+    from manyhands.replica.options import RoundClosed
     from manyhands.replica.run import Run, join
-    from manyhands.replica.session import RoundClosed
     from manyhands.trainer.trainer import Trainer
 
 __all__ = [

@@ -10,7 +10,7 @@ import torch
 from manyhands.collectives.adder import Adder
 from manyhands.collectives.bank import Bank, pool_for
 from manyhands.collectives.layout import Layout
-from manyhands.collectives.messages import Part, Share, Sum, Tag
+from manyhands.collectives.messages import Fault, Part, Share, Sum, Tag
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.results import Result
 from manyhands.collectives.shelf import Filed
@@ -151,6 +151,7 @@ class TestRefused:
             owner.give(peer, values)
         head, _ = owner.add((1, ME, 3))
         assert head.refused == ranges_of(whose)
+        assert head.faults == (Fault(whose, owner.layout.parts[K].slices[0].tensor),)
         assert math.isfinite(head.squared_norm)
 
     def test_two_that_cancel_out_to_a_nan(self):
@@ -238,6 +239,7 @@ class TestRefused:
         assert not owner.adder.is_whole(*owner.filed[1])
         head, mean = owner.add((1, ME), refused=ranges_of(1))
         assert head.refused == ranges_of(1)
+        assert head.faults == (Fault(1),)
         assert mean.tolist() == [0.5] * 300
 
     def test_what_makes_a_contribution_whole(self):

@@ -145,7 +145,8 @@ def test_refused_samples_are_quarantined_and_not_done_again():
     tag = machine.tag
     parts = sent(m.Part, machine.handle(e.Computed(0, WHOLE), lease=True))
     answers = seat.tell(*(e.PartArrived(A.incarnation, p, p.k == 1) for p in parts))
-    assert only(i.Retry, answers) == [i.Retry(0, tag, WHOLE)]
+    mine = m.Share(A.incarnation, WHOLE)
+    assert only(i.Retry, answers) == [i.Retry(0, tag, WHOLE, (mine,))]
     assert i.DropBank(0) in answers
     assert only(i.DropSums, answers) == [i.DropSums(0, tag)]  # at once, not with the commit
     assert machine.book.attempts(0) == [m.Tag(tag.cut, 1)]
@@ -302,7 +303,7 @@ def test_what_a_dead_member_had_is_computed_by_the_others():
     a, _ = pair()
     lost = WHOLE - a.machine.claims
     answers = a.tell(e.ViewSeen(arbiter.removed(a.machine.view, [B])))
-    assert only(i.Compute, answers) == [i.Compute(1, lost)]
+    assert only(i.Compute, answers) == [i.Compute(1, lost, risky=True)]
     assert a.machine.claims == WHOLE
 
 

@@ -295,6 +295,20 @@ class TestAverages:
             committed = group.round([good, bad], [1.0, 1.0])
             assert not group.results(committed)[0].isfinite().any()
 
+    def test_a_refusal_says_whose_it_was_and_which_tensor(self):
+        like = [torch.empty(10), torch.empty(20), torch.empty(5, dtype=torch.float64)]
+        given = [[torch.ones_like(tensor) for tensor in like] for _ in range(2)]
+        given[1][1][7] = float("nan")
+        given[1][2][0] = float("inf")
+        with Group("local://", 2, like) as group:
+            for place in range(2):
+                group.peers[place].contribute(group.task(place), given[place], weight=1.0)
+            for place in range(2):
+                retry = group.next(place, i.Retry)
+                guilty = group.links[1].me.incarnation
+                assert retry.contributions == (m.Share(guilty, Ranges.of((8, 16))),)
+                assert set(retry.faults) == {m.Fault(guilty, 1), m.Fault(guilty, 2)}
+
     @pytest.mark.parametrize("bad", [0, 1])
     def test_bytes_that_are_no_bool_are_refused_whoever_adds_them_up(self, bad):
         given = [[torch.zeros(10, dtype=torch.uint8)] for _ in range(2)]

@@ -143,3 +143,62 @@ def test_claims_and_quarantine_always_partition_the_round(data):
     assert sorted(everything) == list(range(12))
     for p in found.members:
         assert not statuses[p].claims - found.claims_of(p)
+
+
+# -- deaths --------------------------------------------------------------------------------------
+
+ROUND = Ranges.whole(6)
+CUTS = [Tag(ViewNumber(1, n), 0) for n in (5, 6, 7, 8)]
+
+
+def deaths(claims, losses=(), begun=CUTS[0], **fields):
+    """What the survivors settle on, who have these claims and know of these losses."""
+    statuses = {
+        p: status(claims=Ranges.of(span), losses=losses, begun=begun, **fields)
+        for p, span in claims.items()
+    }
+    verdict = decide(statuses, PARTS)
+    record = Record(b"", NO_VIEW, NO_VIEW, ())
+    return settle(verdict, statuses, record, tuple(claims), ROUND)
+
+
+def test_the_third_death_over_a_sample_is_one_too_many():
+    first = deaths({1: (0, 2), 2: (2, 4)})
+    assert (first.losses, first.deadly) == ((Ranges.of((4, 6)), EMPTY), EMPTY)
+    # 2 has taken on 5, and dies with it.
+    second = deaths({1: (0, 2), 3: (4, 5)}, first.losses)
+    assert second.losses == (Ranges.of((2, 6)), Ranges.of((5, 6)))
+    assert not second.deadly
+    third = deaths({1: (0, 4)}, second.losses)
+    assert third.deadly == Ranges.of((5, 6))
+
+
+def test_one_that_answers_has_not_died():
+    one, leaver = status(claims=Ranges.of((0, 2))), status(claims=Ranges.of((2, 6)))
+    verdict = decide({1: one, 2: leaver}, PARTS)
+    found = settle(verdict, {1: one, 2: leaver}, Record(b"", NO_VIEW, NO_VIEW, ()), (1,), ROUND)
+    assert found.claims_of(1) == ROUND
+    assert found.losses == (EMPTY, EMPTY)
+
+
+def test_one_that_has_not_heard_of_its_claim_has_not_died():
+    told = status(claims=Ranges.of((0, 3)), begun=CUTS[1])
+    untold = status(claims=EMPTY, begun=CUTS[0])
+    verdict = decide({1: told, 2: untold}, PARTS)
+    found = settle(verdict, {1: told, 2: untold}, Record(b"", NO_VIEW, NO_VIEW, ()), (1, 2), ROUND)
+    assert found.losses == (EMPTY, EMPTY)
+
+
+# -- claims that have moved ----------------------------------------------------------------------
+
+
+def test_what_was_refused_stays_with_whom_it_has_moved_to():
+    refused = Ranges.of((0, 3))
+    told = status(claims=ROUND, doubted=refused)
+    untold = status(held=0b001, claims=refused, refused=refused)
+    statuses = {1: told, 2: untold}
+    verdict = decide(statuses, PARTS)
+    assert verdict.refused == verdict.doubted == refused
+    assert not verdict.quarantine
+    found = settle(verdict, statuses, Record(b"", NO_VIEW, NO_VIEW, ()), (1, 2), ROUND)
+    assert (found.claims_of(1), found.claims_of(2)) == (ROUND, EMPTY)

@@ -9,6 +9,7 @@ from tests.collectives import world_mutants as broken
 from tests.collectives.world import Violation, World
 from tests.collectives.world_directed import (
     ComingAndGoing,
+    Deadly,
     Haunted,
     Hurriers,
     LastWords,
@@ -16,9 +17,12 @@ from tests.collectives.world_directed import (
     Liars,
     LostQueues,
     Overtaken,
+    Redoing,
     Resumed,
+    Shaken,
     Sniper,
     Starved,
+    Stopping,
     Strangers,
     TwoLeavers,
     Widows,
@@ -83,8 +87,18 @@ MUTATIONS = [  # (what is broken, where it shows, schedules within which it must
     (broken.NeverMissesARound, Starved, 50),
     (broken.WaitsForARecordThatIsLost, Starved, 50),
     (broken.LeavesBeforeItsLastRoundIsStable, Widows, 50),
+    (broken.ForgetsWhoDied, Deadly, 50),
+    (broken.CountsTheDeathsItHasSeen, Deadly, 800),
+    (broken.TakesTheUninformedForDead, Deadly, 200),
+    (broken.MovesClaimsInSilence, Shaken, 400),
+    (broken.ForgetsMovesAtACut, Shaken, 400),
+    (broken.AsksThoseWhoWereRefused, Redoing, 100),
+    (broken.StopsForWhatItSawRefused, Stopping, 300),
 ]
-DIRECTED = (LostQueues, ComingAndGoing, Sniper, Liars, Hurriers, Strangers, Resumed)
+DIRECTED = (
+    LostQueues, ComingAndGoing, Sniper, Liars, Hurriers, Strangers, Resumed,
+    Deadly, Redoing, Shaken, Stopping,
+)  # fmt: skip
 AMBUSHES = (LastWords, Widows, TwoLeavers, Starved, Overtaken, Haunted)
 
 

@@ -21,6 +21,7 @@ from manyhands.collectives import instructions as i
 from manyhands.collectives import messages as m
 from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.ranges import EMPTY, Ranges
+from manyhands.collectives.refusal import OnRefusal
 from manyhands.collectives.standing import Course, Mode
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View, ViewNumber
 from manyhands.links import arbiter
@@ -32,6 +33,7 @@ HUB = 0  # its place in the channels; no peer has this number
 SEED_CHAIN = b"the state that the run starts from"
 SEED_STATE = e.StateOffered(0, SEED_CHAIN)
 GAP = e.GapSeen()
+DEAD = (None, i.StopReason.EXCLUDED)  # how peers have stopped that the others take for dead
 
 
 class Violation(Exception):
@@ -84,6 +86,7 @@ class World:
     form = "tensors"  # of those who join
     hub = HUB
     lengths = (3, 4, 5)  # of a run, in rounds
+    on_refusal = OnRefusal.SKIP
     look_every = 64  # steps, for what takes long to look for
 
     def __init__(self, seed, *, machine=RoundMachine, unordered=False, trace=False):
@@ -103,6 +106,7 @@ class World:
         self.dead, self.paused, self.offline, self.suspected = set(), set(), set(), []
         self.gaps = Counter()
         self.stable, self.verdicts, self.places, self.claims = {}, {}, {}, {}
+        self.lost = {}  # cut -> samples that the run stops for
         self.closing = {}  # (round, attempt) -> whether its lead thinks that it has no samples
         self.donors = {}  # (applied, chain) -> who sends pieces of that state
         self.left, self.takeovers = [], set()
@@ -128,6 +132,7 @@ class World:
             num_samples=lambda _: SAMPLES,
             num_rounds=self.num_rounds,
             form=self.form,
+            on_refusal=self.on_refusal,
         )
         self.peers[number] = Peer(peer, self.make(number, course))
         self.show(arbiter.joined(self.view, peer))
@@ -197,6 +202,8 @@ class World:
                 self.take_over(instruction)
             case i.Retry():
                 self.count["retries"] += 1
+            case i.Lost():
+                self.check_lost(peer, instruction)
             case i.TakeState():
                 self.count["snapshots"] += 1
                 self.replay(peer)
@@ -451,6 +458,7 @@ class World:
         key = (begin.round, begin.attempt)
         if self.view.member(peer.number) is None or peer.number not in begin.members:
             return  # outside the run; or a follower, which need not have heard of the last cut
+        self.require(begin.attempt.cut not in self.lost, "I14 a peer goes on where others stop")
         if self.places.setdefault(key, begin.members) != begin.members:
             raise Violation(f"I5 two sets of members for round {begin.round}, {begin.attempt}")
         self.check_apart(peer, begin.round)
@@ -459,6 +467,15 @@ class World:
             both = theirs & begin.claims
             self.require(not both or other == peer.number, f"I6 samples {both} are claimed twice")
         claims[peer.number] = begin.claims
+
+    def check_lost(self, peer, lost):
+        cut, found = peer.machine.cut, (lost.round, lost.ranges)
+        self.require(self.lost.setdefault(cut, found) == found, "I14 peers stop for other samples")
+        here = {p.number for p in self.alive()}
+        died = [p for n, p in self.peers.items() if n not in here and p.stopped in DEAD]
+        self.require(len(died) >= m.MOST_DEATHS, "I14 a run stops for deaths that were none")
+        begun = any(attempt.cut == cut for _, attempt in self.places)
+        self.require(not begun, "I14 a peer stops where others go on")
 
     def check_stable(self, peer, stable):
         key = (peer.machine.generation, stable.applied)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from manyhands.collectives import events as e
 from manyhands.collectives import messages as m
 from manyhands.collectives.instructions import StopReason
 from manyhands.collectives.ranges import EMPTY
+from manyhands.collectives.refusal import OnRefusal
 from manyhands.collectives.standing import Mode
 from manyhands.core.peers import NO_VIEW, PeerState, ViewNumber
 from manyhands.links import arbiter
 from manyhands.links.messages import Gone
-from tests.collectives.world import HUB, SEED_CHAIN, World
+from tests.collectives.world import HUB, SAMPLES, SEED_CHAIN, World
 
 
 class Directed(World):
@@ -127,6 +130,77 @@ class Resumed(World):
         if instruction.reason is StopReason.FINISHED:
             last = peer.history[peer.machine.applied - 1]
             self.require(last.empty, "I9 it went by the end of the run before")
+
+
+class Deadly(World):
+    """Some sample of some round kills whoever computes it."""
+
+    lengths = (4, 5)
+
+    def __init__(self, seed, **options):
+        super().__init__(seed, **options)
+        while len(self.peers) < 5:
+            self.join()
+        self.deadly = (1 + seed % 2, seed % SAMPLES)
+        self.killed = Counter()  # by generation
+
+    def compute_pass(self, peer):
+        round_, sample = self.deadly
+        if peer.machine.applied == round_ and sample in peer.todo[0] and self.is_in(peer):
+            if not all(self.is_settled(other, peer.machine.cut) for other in self.alive()):
+                return  # its last words would die with it, and nobody know what it was to compute
+            self.killed[peer.machine.generation] += 1
+            self.count["killed"] += 1
+            most = self.killed[peer.machine.generation]
+            self.require(most <= m.MOST_DEATHS, "I14 peer after peer dies of one sample")
+            self.kill(peer.number)
+        else:
+            super().compute_pass(peer)
+
+    def is_in(self, peer):
+        return self.view.member(peer.number) is not None
+
+    def is_settled(self, peer, cut):
+        machine = peer.machine
+        settled = machine.cut == cut and machine.mode is Mode.RUNNING
+        return settled or not machine.active
+
+
+class Redoing(World):
+    """Others compute once more what was refused; some peers spoil whatever they compute."""
+
+    on_refusal = OnRefusal.REDO
+
+    def __init__(self, seed, **options):
+        super().__init__(seed, **options)
+        self.spoilers = {number for number in self.peers if (seed + number) % 4 == 0}
+        self.poison = {(r, s) for r in range(9) for s in range(SAMPLES) if (seed + r + s) % 16 == 0}
+
+    def poisoned(self, peer, part):
+        spoilt = peer.number in self.spoilers and bool(part.ranges)
+        self.count["spoilt"] += spoilt
+        return spoilt or super().poisoned(peer, part)
+
+
+class Shaken(Redoing):
+    """And cut upon cut, with everybody alive."""
+
+    def __init__(self, seed, **options):
+        super().__init__(seed, **options)
+        while len(self.peers) < 4:
+            self.join()
+        self.spoilers = set(list(self.peers)[seed % 3 : seed % 3 + 1])
+        self.faults = [(step, "lost queue") for step in range(60, 400, 15)]
+
+
+class Stopping(Redoing):
+    """The run stops where something is refused."""
+
+    on_refusal = OnRefusal.STOP
+
+    def commit(self, peer, done):
+        super().commit(peer, done)
+        self.require(not done.record.quarantine, "I15 a round without what was refused")
 
 
 class Ambush(Directed):

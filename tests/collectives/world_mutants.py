@@ -10,6 +10,7 @@ from manyhands.collectives.instructions import AddUp, Send, StopReason
 from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.messages import Fill
 from manyhands.collectives.ranges import EMPTY
+from manyhands.collectives.refusal import Doubts
 from manyhands.collectives.shares import share_out
 from manyhands.collectives.standing import Mode
 from manyhands.core.peers import NO_VIEW, PeerState
@@ -251,3 +252,41 @@ class GoesByTheRecordOfAnotherRun(RoundMachine):
 class ClosesWithThoseOfAnotherRun(RoundMachine):
     def _govern_by(self, key, record):
         pass
+
+
+class ForgetsWhoDied(RoundMachine):
+    def _status(self):
+        return msgspec.structs.replace(super()._status(), losses=())
+
+
+class CountsTheDeathsItHasSeen(RoundMachine):
+    def _settle(self, verdict):
+        return super()._settle(replace(verdict, losses=self.losses if verdict.losses else ()))
+
+
+class MovesClaimsInSilence(RoundMachine):
+    def _status(self):
+        return msgspec.structs.replace(super()._status(), doubted=EMPTY)
+
+
+class AsksThoseWhoWereRefused(RoundMachine):
+    def _try_again(self, tag, refused):
+        self.doubts = Doubts()
+        super()._try_again(tag, refused)
+
+
+class ForgetsMovesAtACut(RoundMachine):
+    def _begin(self, members, claims, tag):
+        if tag.attempt == 0:
+            self.doubts = Doubts()
+        super()._begin(members, claims, tag)
+
+
+class TakesTheUninformedForDead(RoundMachine):
+    def _settle(self, verdict):
+        return super()._settle(replace(verdict, uneven=False))
+
+
+class StopsForWhatItSawRefused(RoundMachine):
+    def _act(self, verdict):
+        super()._act(replace(verdict, refused=EMPTY))

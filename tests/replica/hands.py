@@ -74,7 +74,6 @@ class Hands:
             for said in hand.said:
                 if "round" in said:
                     number = said["round"]
-                    rounds.add(number)
                     assert said["of"] == number, hand.report()
                     assert abs(said["loss"] - losses[number]) < TOLERANCE, hand.report()
                     seen.add(number)

@@ -8,6 +8,7 @@ that a loop calls, and the loader yields whole rounds. Only the order of the sam
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -197,10 +198,18 @@ def alone(recipe: Recipe) -> Kit:
     return kit
 
 
-def take_part(recipe: Recipe, kit: Kit, url: str, peers: int, number: int, speed: int) -> None:
+def take_part(
+    recipe: Recipe,
+    kit: Kit,
+    url: str,
+    peers: int,
+    number: int,
+    speed: int,
+    run: str | None = None,
+) -> None:
     """One peer."""
     # The roster is in the order of names; the first has the most.
-    joined = mh.join(url, name=f"peer-{number}", min_peers=peers, seed=SEED)
+    joined = mh.join(url, run=run, name=f"peer-{number}", min_peers=peers, seed=SEED)
     with joined as run:
         run.register(**kit.things)
         options = {"shares": "equal", "epochs": recipe.epochs, **recipe.options}
@@ -216,25 +225,33 @@ def take_part(recipe: Recipe, kit: Kit, url: str, peers: int, number: int, speed
 
 def together(recipe: Recipe, speeds: tuple[int, ...] = ALONE) -> list[Kit]:
     """Peers as threads of this process. What draws random numbers needs processes."""
+    kits, errors = gather(recipe, speeds)
+    if errors:
+        raise next(iter(errors.values()))
+    return kits
+
+
+def gather(
+    recipe: Recipe, speeds: tuple[int, ...], url: str = "local://"
+) -> tuple[list[Kit], dict[int, BaseException]]:
+    """Like `together`; returns what has ended whom, by number, in the order in which it did."""
     kits = [recipe.make() for _ in speeds]
-    url = f"local:///loops-{next(_runs)}"
-    errors: list[BaseException] = []
+    run = f"loops-{os.getpid()}-{next(_runs)}"
+    errors: dict[int, BaseException] = {}
 
     def peer(number: int) -> None:
         try:
-            take_part(recipe, kits[number], url, len(speeds), number, speeds[number])
+            take_part(recipe, kits[number], url, len(speeds), number, speeds[number], run)
         except BaseException as error:  # noqa: BLE001  (the test shows it)
-            errors.append(error)
+            errors[number] = error
 
     threads = [threading.Thread(target=peer, args=(n,), daemon=True) for n in range(len(speeds))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_S)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a peer does not end"
-    return kits
+    assert errors or not any(thread.is_alive() for thread in threads), "a peer does not end"
+    return kits, errors
 
 
 def compare(recipe: Recipe, speeds: tuple[int, ...], *, tolerance: float = 1e-9) -> list[Kit]:

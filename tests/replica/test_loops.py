@@ -706,24 +706,40 @@ def test_buffers_that_only_some_peers_change(speeds):
     compare(Recipe(usual, model=Rare), speeds)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="integer buffers that depend on a share (a count of samples) are each peer's own: "
-    "they would have to come from the lead",
-)
-def test_an_integer_buffer_that_counts_samples():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net()
-            self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
+class Counting(nn.Module):
+    """Buffers that are no numbers to average, and depend on which samples are seen."""
 
-        def forward(self, x):
-            self.samples += len(x)
-            return self.net(x)
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.uint8))
+        self.register_buffer("signs", torch.zeros(FEATURES, dtype=torch.bool))
+        self.register_buffer("fixed", torch.arange(5))
+        self.register_buffer("wave", torch.zeros(2, dtype=torch.complex128))
 
-    one, two = together(Recipe(usual, model=Counting), TWO)
-    assert one.digest == two.digest
+    def forward(self, x):
+        self.samples += len(x)
+        self.passes += 1
+        self.signs = x[0] > 0
+        self.wave += torch.complex(x[:, :2], x[:, 2:4]).mean(0).detach()
+        return self.net(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_pass": 2}], ids=["whole", "several passes"])
+def test_buffers_that_have_no_mean_come_from_who_has_the_first_sample(speeds, options):
+    """The same at all peers, and a counter of passes counts rounds."""
+    kits = together(Recipe(usual, model=Counting, options=options), speeds)
+    plain = alone(Recipe(usual, model=Counting))
+    for kit in kits:
+        assert kit.digest == kits[0].digest
+        assert int(kit.model.passes) == ROUNDS
+        assert torch.equal(kit.model.signs, plain.model.signs)
+        assert torch.equal(kit.model.fixed, torch.arange(5))
+        torch.testing.assert_close(kit.model.wave, plain.model.wave)
+    counted = int(kits[0].model.samples)
+    assert ROUNDS <= counted <= EPOCHS * SIZE
+    assert (counted == EPOCHS * SIZE) == (speeds == ALONE and not options)
 
 
 # -- rounds of several passes -------------------------------------------------------------------

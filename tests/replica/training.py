@@ -9,6 +9,7 @@ told to be slow, or to kill itself at a point of a round.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -28,9 +29,10 @@ WIDTH = 160  # so that there are parts for four owners
 
 
 class Points(Dataset):
-    """Labelled points; every look at one adds noise, as augmentation does."""
+    """Labelled points. One of them may kill whoever looks at it."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadly: int | None = None) -> None:
+        self.deadly = deadly
         generator = torch.Generator().manual_seed(3)
         self.x = torch.randn(SIZE, FEATURES, generator=generator, dtype=torch.float64)
         self.y = torch.randint(0, CLASSES, (SIZE,), generator=generator)
@@ -39,6 +41,8 @@ class Points(Dataset):
         return SIZE
 
     def __getitem__(self, index):
+        if index == self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
         return self.x[index], self.y[index]
 
 
@@ -142,12 +146,13 @@ def train(
     lease_s: float = 10.0,
     stop_at: int | None = None,
     device: str = "cpu",
+    deadly: int | None = None,
     **options: Any,
 ) -> None:
     """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round."""
     teller = teller or Teller()
     model, optimizer, schedule = make(grain, device)
-    data = DataLoader(Points(), BATCH, shuffle=True)
+    data = DataLoader(Points(deadly), BATCH, shuffle=True)
     joined = mh.join(url, run=run, name=name, min_peers=min_peers, lease_s=lease_s, seed=SEED)
     with joined as hand:
         model, optimizer, loader, schedule = hand.wrap(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from manyhands.collectives.bank import Bank
 from manyhands.collectives.codecs import accumulator_of
 from manyhands.collectives.layout import Layout
-from manyhands.collectives.messages import Part, Sum
+from manyhands.collectives.messages import Fault, Part, Sum
 from manyhands.collectives.pool import Block, Pool
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.reduction import Contribution, Operator, PartSum, arithmetic_for
@@ -75,6 +75,9 @@ class Adder:
         """The head with all that the values say, and the encoded result. `filed` is by member."""
         # A float, as it arrives elsewhere: heads are hashed.
         weight = float(sum(filed[s.peer].part.weight for s in head.contributions))
+        # What is refused so far has not the bytes that it should have.
+        faults = [Fault(s.peer) for s in head.contributions if s.ranges & head.refused]
+        head = msgspec.structs.replace(head, faults=tuple(faults))
         if weight <= 0:
             return msgspec.structs.replace(head, weight=weight), self._pool.take(0)
         shape, codec = self._layout.parts[head.k], self._bank.codecs[head.k]
@@ -99,11 +102,13 @@ class Adder:
         norm = self._squared_norm(head.k, block)
         refused = head.refused
         if self._refuse and not math.isfinite(norm):
-            refused |= self._at_fault(head.k, [filed[peer] for peer in given], block)
+            more = self._at_fault(head.k, {peer: filed[peer] for peer in given}, block)
+            refused |= more[0]
+            faults += more[1]
         if not math.isfinite(norm) or head.k >= self._layout.num_measured:
             norm = 0.0
-        head = msgspec.structs.replace(head, weight=weight, squared_norm=norm, refused=refused)
-        return head, block
+        found = {"refused": refused, "faults": tuple(faults)}
+        return msgspec.structs.replace(head, weight=weight, squared_norm=norm, **found), block
 
     def _counts(self, filed: Filed, own: bool) -> bool:
         if filed.part.weight <= 0:
@@ -156,30 +161,34 @@ class Adder:
         codec.decode(block.tensor, values)
         return values
 
-    def _at_fault(self, k: int, filed: Sequence[Filed], block: Block) -> Ranges:
+    def _at_fault(
+        self, k: int, filed: Mapping[int, Filed], block: Block
+    ) -> tuple[Ranges, list[Fault]]:
         """The samples without which the result would be finite, of a result without a norm.
 
         If all contributions are finite and their mean is not, it is nobody's fault alone: none of
         them counts. If only the norm is too large for a number, all is well.
         """
-        refused = self._not_finite(k, filed)
-        if refused or bool(self._decoded(k, block).isfinite().all()):
-            return refused
-        return Ranges.union(one.part.ranges for one in filed)
+        faults = self._not_finite(k, filed)
+        if faults or bool(self._decoded(k, block).isfinite().all()):
+            return Ranges.union(filed[fault.peer].part.ranges for fault in faults), faults
+        return Ranges.union(one.part.ranges for one in filed.values()), []
 
-    def _not_finite(self, k: int, filed: Sequence[Filed]) -> Ranges:
-        """The samples of those contributions that hold values which are not finite."""
+    def _not_finite(self, k: int, filed: Mapping[int, Filed]) -> list[Fault]:
+        """Those contributions that hold values which are not finite."""
         shape, codec = self._layout.parts[k], self._bank.codecs[k]
-        out: list[Ranges] = []
-        for one in filed:
+        faults: list[Fault] = []
+        for peer, one in filed.items():
             values = torch.empty(shape.numel, dtype=shape.dtype)
             if one.block is None:
                 values.copy_(self._bank.values(k))
             else:
                 codec.decode(one.block.tensor, values)
-            if not bool(_reals(values).isfinite().all()):
-                out.append(one.part.ranges)
-        return Ranges.union(out)
+            finite = _reals(values).isfinite()
+            if not bool(finite.all()):
+                place = int(finite.logical_not().nonzero()[0]) * values.numel() // finite.numel()
+                faults.append(Fault(peer, self._layout.tensor_at(k, place)))
+        return faults
 
 
 def _reals(values: Tensor) -> Tensor:

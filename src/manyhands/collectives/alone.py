@@ -6,7 +6,7 @@ added up, nor encoded, nor kept.
 
 from __future__ import annotations
 
-import math
+import cmath
 import secrets
 from collections.abc import Sequence
 
@@ -17,9 +17,8 @@ from torch import Tensor
 from manyhands.collectives.bank import Bank
 from manyhands.collectives.events import Concluded
 from manyhands.collectives.instructions import Commit
-from manyhands.collectives.layout import Layout
 from manyhands.collectives.messages import Sum
-from manyhands.collectives.results import Own
+from manyhands.collectives.results import Own, has_mean
 
 _DIGEST_BYTES = 16
 
@@ -27,12 +26,10 @@ _DIGEST_BYTES = 16
 class Alone:
     """Of one engine, whose lock guards it. `refuse`: see adder."""
 
-    def __init__(self, layout: Layout, bank: Bank, *, refuse: bool) -> None:
+    def __init__(self, bank: Bank, *, refuse: bool) -> None:
         self._bank, self._refuse = bank, refuse
-        # A codec that rounds does so for one peer too; only of real numbers there is a mean.
-        self._possible = all(codec.raw for codec in bank.codecs) and all(
-            part.dtype.is_floating_point for part in layout.parts
-        )
+        # A codec that rounds does so for one peer too.
+        self._possible = all(codec.raw for codec in bank.codecs)
 
         self._own: Own | None = None
 
@@ -62,4 +59,4 @@ class Alone:
 @torch.no_grad()
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all values are. Also no if their sum is too large for a number: then look closer."""
-    return math.isfinite(sum(float(tensor.sum()) for tensor in tensors))
+    return all(cmath.isfinite(tensor.sum().item()) for tensor in tensors if has_mean(tensor))

@@ -49,9 +49,9 @@ from manyhands.collectives.messages import (
     Tag,
 )
 from manyhands.collectives.ranges import EMPTY, Ranges
+from manyhands.collectives.refusal import Doubts, OnRefusal, ask_others, blamed
 from manyhands.collectives.shares import Closure, next_record
 from manyhands.collectives.standing import Course, Mode, Served
-from manyhands.core.peers import PeerState
 from manyhands.links.messages import Resign
 
 
@@ -93,7 +93,8 @@ class Attempt(Follower):
         todo = self.claims - self.asked
         if todo:
             self.asked |= todo
-            self._emit(Compute(self.applied, todo))
+            risky = bool(self.losses and todo & self.losses[0])
+            self._emit(Compute(self.applied, todo, risky))
         elif not self.sent and not self.claims - self.bank:
             self._contribute()
 
@@ -329,8 +330,8 @@ class Attempt(Follower):
                 refused = self.book.refused(key)
                 if not refused:
                     return self._commit(tag)
-                if self.member:
-                    self._try_again(refused)
+                if self.member or self.course.on_refusal is OnRefusal.STOP:
+                    self._try_again(tag, refused)
                     return True
         return False if self.member else self._follow()
 
@@ -338,15 +339,26 @@ class Attempt(Follower):
         """Whether a complete attempt is committed at once, without further evidence."""
         return tag == self.tag if self.member else self.active and tag.cut == self.cut
 
-    def _try_again(self, refused: Ranges) -> None:
+    def _try_again(self, tag: Tag, refused: Ranges) -> None:
         """All parts are here, and some contribution was refused: every member sees the same."""
-        void = self.tag
-        self._emit(Retry(self.applied, void, refused))
-        self.quarantine |= refused
+        heads = [result.sum for result in self.book.results(Key(self.applied, tag)).values()]
+        self._emit(Retry(self.applied, tag, refused, *blamed(heads, refused)))
+        more = EMPTY
+        match self.course.on_refusal:
+            case OnRefusal.STOP:
+                self._stop_refused(refused)
+                return
+            case OnRefusal.SKIP:
+                self.quarantine |= refused
+            case OnRefusal.REDO:
+                opinion = ask_others(self.doubts, heads[0].contributions, refused)
+                self.doubts = opinion.doubts
+                self.quarantine |= opinion.quarantine
+                more = opinion.claims.get(self.me, EMPTY)
         if self.claims & refused:
             self._drop_bank()  # a contribution is refused as a whole
-        following = Tag(void.cut, void.attempt + 1)
-        self._begin(self.members, self.claims - refused, following)
+        following = Tag(tag.cut, tag.attempt + 1)
+        self._begin(self.members, (self.claims - refused) | more, following)
 
     def _commit(self, tag: Tag) -> bool:
         """Commit round `applied` with the result of this attempt; False if it has to wait."""
@@ -371,7 +383,7 @@ class Attempt(Follower):
         self.generation = record.generation
         self.known = max(self.known, record.view)
         self.asked = self.bank = self.quarantine = self.claims = EMPTY
-        self.wanting = None
+        self.wanting, self.losses, self.doubts = None, (), Doubts()
         self._serve(record, tuple(share.peer for share in sums[0].contributions))
         if over:
             finished = self.finished or self.course.is_over(self.applied - 1)
@@ -396,18 +408,6 @@ class Attempt(Follower):
             head = Snapshot(number, self.applied, self.chain, record, place, len(donors))
             self._emit(Send(peer, head))
         self._ask_for_those_left()
-
-    def _ask_for_those_left(self) -> None:
-        """A donor has gone, perhaps with its piece: who has not come further needs another state.
-
-        The newcomer asks again too, but that may reach this peer before it has served.
-        """
-        for peer, (number, donors) in list(self.served.items()):
-            if self.states.get(peer) is not PeerState.WATCHING:
-                del self.served[peer]
-            elif any(donor not in self.states for donor in donors):
-                del self.served[peer]
-                self.asks[peer] = max(number, self.asks.get(peer, 0))
 
     # -- lease -------------------------------------------------------------------------------
 

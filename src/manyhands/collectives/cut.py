@@ -16,12 +16,15 @@ from manyhands.collectives.events import FillArrived, StatusArrived
 from manyhands.collectives.instructions import (
     Discard,
     Generation,
+    Lost,
+    Retry,
     Send,
     Settled,
     StopReason,
 )
-from manyhands.collectives.messages import NO_TAG, Fill, Status, Tag
-from manyhands.collectives.ranges import EMPTY
+from manyhands.collectives.messages import MOST_DEATHS, NO_TAG, Fill, Status, Tag
+from manyhands.collectives.ranges import EMPTY, Ranges
+from manyhands.collectives.refusal import Doubts, OnRefusal, blamed
 from manyhands.collectives.standing import Course, Mode
 from manyhands.collectives.verdict import Settlement, Verdict, decide, settle
 from manyhands.core.peers import PeerState, View, ViewNumber
@@ -82,6 +85,9 @@ class Cutting(Attempt):
             claims=self.claims if self.member else EMPTY,
             quarantine=self.quarantine,
             speed=self.speed,
+            begun=self.tag,
+            losses=self.losses,
+            doubted=self.doubts.samples,
         )
 
     # -- Statuses ----------------------------------------------------------------------------
@@ -176,7 +182,15 @@ class Cutting(Attempt):
         assert self.applied == verdict.target
         self.known = max(self.known, self.cut)
         self.generation = verdict.generation
+        if verdict.refused - self.quarantine - self.doubts.samples:
+            self._tell_refused(verdict.refused)
+        if verdict.refused and self.course.on_refusal is OnRefusal.STOP:
+            self._stop_refused(verdict.refused)
+            return
         settlement = self._settle(verdict)
+        if settlement.deadly:
+            self._stop_deadly(settlement)
+            return
         if not settlement.members:
             self._step_out()  # only leavers are left: they stop here, at one and the same state
             return
@@ -186,9 +200,11 @@ class Cutting(Attempt):
                 return
             self.generation = self.cut
             self._emit(Generation(self.cut, self.applied, self.founded))
-        if self.me not in settlement.members or self.asked & settlement.quarantine:
+        void = settlement.quarantine | (verdict.doubted - self.doubts.samples)
+        if self.me not in settlement.members or self.asked & void:
             self._drop_bank()
-        self.quarantine = settlement.quarantine
+        self.quarantine, self.losses = settlement.quarantine, settlement.losses
+        self.doubts = Doubts(samples=verdict.doubted)
         # Of later rounds, too: whoever had come that far is gone, or the target would be later.
         self._drop_sums(lambda key: key.attempt.cut >= self.cut)
         self._begin(settlement.members, settlement.claims_of(self.me), Tag(self.cut, 0))
@@ -206,6 +222,22 @@ class Cutting(Attempt):
     def _settle(self, verdict: Verdict) -> Settlement:
         active = [p for p, s in self.participants.items() if s is PeerState.ACTIVE]
         return settle(verdict, self._heard, self._governing(), active, self._whole())
+
+    def _tell_refused(self, refused: Ranges) -> None:
+        """Others have seen it; whose it was, this peer knows if it holds a result that says so."""
+        tag = max(self.book.attempts(self.applied), default=NO_TAG)
+        heads = [result.sum for result in self.book.results(Key(self.applied, tag)).values()]
+        self._emit(Retry(self.applied, tag, refused, *blamed(heads, refused)))
+
+    def _stop_deadly(self, settlement: Settlement) -> None:
+        """Whoever goes on with the round is the next to die."""
+        self.members = settlement.members
+        text = (
+            f"samples {settlement.deadly} of round {self.applied}: {MOST_DEATHS} peers that were "
+            "to compute them have died, one after the other"
+        )
+        self._emit(Lost(self.applied, settlement.deadly))
+        self._stop(StopReason.DEADLY, text, Resign(False, text))
 
     def _stop_over(self) -> None:
         text = "others have finished the run"

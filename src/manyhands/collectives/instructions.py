@@ -10,7 +10,16 @@ import enum
 from dataclasses import dataclass
 
 from manyhands.collectives.events import Arrival
-from manyhands.collectives.messages import AnyMessage, Part, Record, Snapshot, Sum, Tag
+from manyhands.collectives.messages import (
+    AnyMessage,
+    Fault,
+    Part,
+    Record,
+    Share,
+    Snapshot,
+    Sum,
+    Tag,
+)
 from manyhands.collectives.ranges import Ranges
 from manyhands.core.peers import ViewNumber
 from manyhands.links.messages import Gone, Leaving, Ready, Resign
@@ -39,10 +48,13 @@ class Compute:
 
     Each pass is reported by `Computed`; in which order, and in how many, is the runtime's choice.
     Never empty, and never asks twice for the same sample, unless the bank was dropped since.
+    `risky`: somebody has died who was to compute some of them. Begin when all that was sent before
+    has reached the meeting point: if they kill, others must be able to tell that they did.
     """
 
     round: int
     ranges: Ranges
+    risky: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +127,24 @@ class Stable:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """An attempt was void since these samples were refused; they are in quarantine from now on."""
+    """An attempt was void since these samples were refused.
+
+    They are in quarantine from now on, or others compute them; or a Stop follows.
+    """
 
     round: int
     attempt: Tag
     refused: Ranges
+    contributions: tuple[Share, ...] = ()  # those that were refused
+    faults: tuple[Fault, ...] = ()  # of them, as far as this peer knows
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Whoever was to compute these samples has died, too often for chance. A Stop follows."""
+
+    round: int
+    ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +241,8 @@ class StopReason(enum.Enum):
     OVER = "over"  # others have finished the run; there was nothing left to do here
     EXCLUDED = "excluded"  # the run goes on without this incarnation: rejoin as a new one
     SENT_BACK = "sent back"  # this peer's state is of no use to the others: rejoin as a new one
+    REFUSED = "refused"  # a contribution could not be used, and the run is to stop for that
+    DEADLY = "deadly"  # peer after peer died that was to compute some samples
     MISFIT = "misfit"  # its tensors or codec are not those of the run: rejoining does not help
 
 
@@ -236,6 +263,7 @@ Instruction = (
     | Commit
     | Stable
     | Retry
+    | Lost
     | DropBank
     | DropParts
     | DropSums

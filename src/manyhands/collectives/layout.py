@@ -110,6 +110,14 @@ class Layout:
         """What of `flats` is part k."""
         return [flats[s.tensor][s.start : s.stop] for s in self.parts[k].slices]
 
+    def tensor_at(self, k: int, place: int) -> int:
+        """Which tensor of the list the value at this place of part k belongs to."""
+        for piece in self.parts[k].slices:
+            if place < piece.stop - piece.start:
+                return piece.tensor
+            place -= piece.stop - piece.start
+        raise IndexError(f"part {k} ends before that")
+
     def ready_from(self, tensor: int) -> int:
         """The first part that needs no tensor before this one: it and later ones are then ready."""
         for part in self.parts:

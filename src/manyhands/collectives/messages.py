@@ -28,6 +28,7 @@ from manyhands.wire.frames import Buffer
 MAX_MEMBERS = 1024
 MAX_PARTS = 1 << 18
 MAX_SPEED = 1 << 40
+MOST_DEATHS = 3  # of peers that were to compute a sample: then it is the sample that kills them
 NOTES_BYTES = 16 << 10  # of each opaque field: three of them fit into one message
 FORM_CHARS = 300
 
@@ -40,6 +41,7 @@ _Notes = Annotated[bytes, msgspec.Meta(max_length=NOTES_BYTES)]
 _Place = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
 _PartSet = Annotated[bytes, msgspec.Meta(max_length=MAX_PARTS // 8)]
 _Weight = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
+_Tensor = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 _Form = Annotated[str, msgspec.Meta(max_length=FORM_CHARS)]
 
 
@@ -77,6 +79,15 @@ class Newcomer(NamedTuple):
     number: _Number
 
 
+class Fault(_Piece, frozen=True):
+    """Why a contribution to a part was refused."""
+
+    peer: Incarnation
+    tensor: _Tensor | None = None  # the first that is not finite; None: not the bytes of a part
+
+
+_Faults = Annotated[tuple[Fault, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+_Losses = Annotated[tuple[Ranges, ...], msgspec.Meta(max_length=MOST_DEATHS - 1)]
 _Newcomers = Annotated[tuple[Newcomer, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 _Shares = Annotated[tuple[Share, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 
@@ -151,7 +162,7 @@ class Sum(Message, frozen=True, tag=2):
 
     `contributions` are all that went into it, in roster order. If `refused` is not empty (some
     contribution was not finite, or of the wrong shape), the attempt is void for everybody.
-    `weight`, `squared_norm` and `notes` are filled in by the owner's data plane.
+    `weight`, `squared_norm`, `notes` and `faults` are filled in by the owner's data plane.
     """
 
     round: _Count
@@ -163,6 +174,7 @@ class Sum(Message, frozen=True, tag=2):
     weight: _Weight = 0.0
     squared_norm: float = 0.0
     notes: _Notes = b""  # of part 0: what the reports of the members come to
+    faults: _Faults = ()  # none, and yet refused: too much together, and nobody's fault alone
 
     def __post_init__(self) -> None:
         if (self.k == 0) != (self.record is not None):
@@ -185,6 +197,9 @@ class Status(Message, frozen=True, tag=3):
     claims: Ranges
     quarantine: Ranges
     speed: Speed
+    begun: Tag = NO_TAG  # its newest attempt: of an older cut, it has not heard what others know
+    losses: _Losses = ()  # samples of the round whose claimants have died once, twice
+    doubted: Ranges = EMPTY  # refused in this round: this peer knows where its claims have moved
 
 
 class Fill(Message, frozen=True, tag=4):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from manyhands.collectives.instructions import (
     DropState,
     Generation,
+    Lost,
     Retry,
     Settled,
     Stable,
@@ -69,7 +70,18 @@ class Stopped:
     error: ManyhandsError | None = None
 
 
-Outcome = Task | Committed | TakeState | DropState | Stable | Retry | Settled | Generation | Stopped
+Outcome = (
+    Task
+    | Committed
+    | TakeState
+    | DropState
+    | Stable
+    | Retry
+    | Lost
+    | Settled
+    | Generation
+    | Stopped
+)
 """In the order in which they count: a state that was taken is the base of the next commit."""
 
 

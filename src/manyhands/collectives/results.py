@@ -54,6 +54,11 @@ def form_of(layout: Layout, wire: str) -> str:
     )
 
 
+def has_mean(tensor: Tensor) -> bool:
+    """Integers and booleans are added up, and that is all."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 class Own:
     """A weighted sum that is all there is of a round, in the memory that was lent for it."""
 
@@ -64,7 +69,8 @@ class Own:
     def read_into(self, tensors: Sequence[Tensor], layout: Layout) -> None:
         """The mean; into the lent tensors themselves costs nothing."""
         if self._weight != 1.0:
-            torch._foreach_div_(list(self._flats), self._weight)  # pyright: ignore
+            means = [flat for flat in self._flats if has_mean(flat)]
+            torch._foreach_div_(means, self._weight)  # pyright: ignore
             self._weight = 1.0
         if [t.data_ptr() for t in tensors] != [t.data_ptr() for t in self._flats]:
             for flat, mine in zip(layout.check(tensors), self._flats, strict=True):

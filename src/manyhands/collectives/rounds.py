@@ -38,7 +38,6 @@ from manyhands.collectives.alone import Alone
 from manyhands.collectives.bank import Bank, pool_for
 from manyhands.collectives.courier import Courier
 from manyhands.collectives.errands import Errands
-from manyhands.collectives.instructions import StopReason
 from manyhands.collectives.layout import Layout
 from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.mail import Mail
@@ -49,18 +48,13 @@ from manyhands.collectives.pool import Block
 from manyhands.collectives.post import AHEAD_BYTES, Post
 from manyhands.collectives.pursuit import Pursuit
 from manyhands.collectives.ranges import Ranges
+from manyhands.collectives.refusal import OnRefusal
 from manyhands.collectives.results import Result, digest_of, form_of
 from manyhands.collectives.shelf import Shelf
 from manyhands.collectives.standing import Course
 from manyhands.collectives.threads import start_thread
 from manyhands.collectives.words import Words
-from manyhands.core.errors import (
-    Excluded,
-    LinkTimeout,
-    ManyhandsError,
-    UsageError,
-    WireError,
-)
+from manyhands.core.errors import Excluded, LinkTimeout, ManyhandsError, UsageError, WireError
 from manyhands.core.peers import PeerId, View, ViewNumber
 from manyhands.links.base import DEFAULT_TIMEOUT_S, Delivery, Gap, Link
 
@@ -82,6 +76,7 @@ class Rounds:
         num_rounds: int | Callable[[], int] | None = None,
         wire: str = "fp32",
         refuse: bool = True,
+        on_refusal: OnRefusal = OnRefusal.SKIP,
         num_measured: int | None = None,
         form: str | None = None,
         state: State | None = None,
@@ -101,13 +96,14 @@ class Rounds:
             num_samples=num_samples,
             num_rounds=num_rounds,
             form=form_of(self.layout, wire) if form is None else form,
+            on_refusal=on_refusal,
         )
         self._machine = RoundMachine(self._me, course)
         self._pool = pool_for(self.layout, wire, AHEAD_BYTES)
         self._mail.pool = self._pool
         self._bank = Bank(self.layout, wire, self._pool)
         self._adder = Adder(self.layout, self._bank, self._pool, refuse=refuse)
-        self._alone = Alone(self.layout, self._bank, refuse=refuse)
+        self._alone = Alone(self._bank, refuse=refuse)
         self._shelf = Shelf(self._pool, self._tell_taken)
         self._most_sums = max(4 * self.layout.num_parts, BEHIND_BYTES // self._pool.block_bytes)
         self.report: Callable[[int, m.SelfReport], m.SelfReport] = lambda round_, report: report
@@ -125,8 +121,8 @@ class Rounds:
         self._stopped = False
         self._errands = Errands(f"errands {link.me}", self._fail)
         self._courier = Courier(link, self._fail)
-        talk = self._is_ended, self._feed, self._fail
-        self._words = Words(link, self._errands, self._courier, *talk)
+        ended = lambda: self._stopped or self._machine.stopped  # noqa: E731
+        self._words = Words(link, self._errands, self._courier, ended, self._feed, self._fail)
         self._aside = Courier(link, self._fail, skip_s=link.terms.lease_s)
         part_bytes = link.terms.part_bytes
         self._post = Post(
@@ -288,7 +284,11 @@ class Rounds:
             case i.Begin():
                 self._begin(instruction)
             case i.Compute():
-                self._tell(Task(instruction.round, instruction.ranges, self._bank.generation))
+                task = Task(instruction.round, instruction.ranges, self._bank.generation)
+                if instruction.risky:
+                    self._words.when_heard(lambda: self._tell(task))
+                else:
+                    self._tell(task)
             case i.Send():
                 return self._send(instruction)
             case i.AddUp():
@@ -320,15 +320,16 @@ class Rounds:
                 if self._vouched:
                     return [e.LeaseConfirmed(round_, attempt)]
                 self._words.confirm(instruction)
-            case i.TakeState() | i.Retry() | i.Settled() | i.Generation():
+            case i.TakeState() | i.Retry() | i.Lost() | i.Settled() | i.Generation():
                 self._tell(instruction)
             case i.Stop():  # once its last word is said
                 self._errands.run(self._stop, Stopped(instruction.reason, instruction.text))
         return ()
 
     def _tell(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self._news.notify_all()
+        with self._news:
+            self._outcomes.append(outcome)
+            self._news.notify_all()
 
     def _begin(self, begin: i.Begin) -> None:
         cut = begin.attempt.cut
@@ -371,13 +372,10 @@ class Rounds:
                 self._stopped = True
                 self._tell(last)
 
-    def _is_ended(self) -> bool:
-        return self._stopped or self._machine.stopped
-
     def _fail(self, error: ManyhandsError) -> None:
         if self._machine.stopped:
             return  # its own last word, which is under way, says why
-        reason = StopReason.EXCLUDED if isinstance(error, Excluded) else None
+        reason = i.StopReason.EXCLUDED if isinstance(error, Excluded) else None
         self._stop(Stopped(reason, f"the link ended: {error}", error))
 
     # -- sending --------------------------------------------------------------------------------

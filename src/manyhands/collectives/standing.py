@@ -35,6 +35,7 @@ from manyhands.collectives.instructions import (
 )
 from manyhands.collectives.messages import NO_TAG, Ask, Record, Share, Tag
 from manyhands.collectives.ranges import EMPTY, Ranges
+from manyhands.collectives.refusal import Doubts, OnRefusal
 from manyhands.core.errors import UsageError
 from manyhands.core.peers import NO_VIEW, PeerState, View, ViewNumber
 from manyhands.links.messages import Gone, Ready, Resign
@@ -54,6 +55,7 @@ class Course:
     A function, if a peer without a state cannot know."""
     form: str = ""
     """The tensors and how they travel, in words; peers whose words differ cannot average."""
+    on_refusal: OnRefusal = OnRefusal.SKIP
 
     def __post_init__(self) -> None:
         """Reject what no run can have."""
@@ -121,6 +123,8 @@ class Standing(ABC):
         self.asked: Ranges = EMPTY  # what the runtime was told to compute
         self.bank: Ranges = EMPTY  # what it has computed
         self.quarantine: Ranges = EMPTY
+        self.doubts = Doubts()
+        self.losses: tuple[Ranges, ...] = ()  # samples whose claimants have died once, twice
         self.sent = False  # this peer's contribution to this attempt
         self.book = Book(course.num_parts)
         # Coming and going.
@@ -188,6 +192,18 @@ class Standing(ABC):
         # Kept until a record names the newcomer: only the state after that record has no hole.
         self.asks[event.sender] = max(event.number, self.asks.get(event.sender, 0))
 
+    def _ask_for_those_left(self) -> None:
+        """A donor has gone, perhaps with its piece: who has not come further needs another state.
+
+        The newcomer asks again too, but that may reach this peer before it has served.
+        """
+        for peer, (number, donors) in list(self.served.items()):
+            if self.states.get(peer) is not PeerState.WATCHING:
+                del self.served[peer]
+            elif any(donor not in self.states for donor in donors):
+                del self.served[peer]
+                self.asks[peer] = max(number, self.asks.get(peer, 0))
+
     def _on_snapshot(self, event: SnapshotArrived) -> None:
         head = event.snapshot
         if self.based or head.number != self.ask_number:
@@ -234,7 +250,7 @@ class Standing(ABC):
         self.based = self.trusted = self.brought = self.member = False
         self.members, self.claims = (), EMPTY
         self.applied, self.chain, self.previous, self.record = 0, b"", b"", None
-        self.generation = NO_VIEW
+        self.generation, self.losses, self.doubts = NO_VIEW, (), Doubts()
         self.kept = self.wanting = self.donor = None
         self.behind = False
         self.book = Book(self.course.num_parts)
@@ -292,3 +308,7 @@ class Standing(ABC):
         self.bank &= claims
         self.asked &= claims
         self.sent = False
+
+    def _stop_refused(self, refused: Ranges) -> None:
+        text = f"samples {refused} of round {self.applied} gave what cannot be averaged"
+        self._stop(StopReason.REFUSED, text, Resign(False, text))

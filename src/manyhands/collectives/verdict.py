@@ -8,9 +8,9 @@ of them computes. Both are functions of common knowledge alone, so all peers fin
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from manyhands.collectives.messages import NO_TAG, Record, Share, Status, Tag
+from manyhands.collectives.messages import MOST_DEATHS, NO_TAG, Record, Share, Status, Tag
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.shares import share_out
 from manyhands.core.peers import ViewNumber
@@ -28,6 +28,10 @@ class Verdict:
     fillers: Mapping[int, int]  # part -> who fans it out, for each part that somebody lacks
     quarantine: Ranges  # of round `target`
     generation: ViewNumber  # of the history that goes on
+    refused: Ranges = EMPTY  # of round `target`, in the attempt that was under way
+    losses: tuple[Ranges, ...] = ()  # of round `target`, before this cut
+    uneven: bool = False  # not everybody knows what was claimed since the cut before
+    doubted: Ranges = EMPTY  # of round `target`: claims may have moved since some have heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class Settlement:
     claims: tuple[Share, ...]  # in order of `members`
     quarantine: Ranges
     inherited: bool  # some member was one before the cut; else a new generation begins
+    losses: tuple[Ranges, ...] = ()  # samples whose claimants have died once, twice, by now
+    deadly: Ranges = EMPTY  # those whose claimants have died once more than that
 
     def claims_of(self, peer: int) -> Ranges:
         """What this peer shall compute; nothing if it is no member."""
@@ -62,14 +68,22 @@ def decide(statuses: Mapping[int, Status], num_parts: int) -> Verdict:
     if together & every == every and not refused:
         fillers = _fillers({p: held.get(p, 0) for p in at}, num_parts)
         return _verdict(statuses, True, top + 1, at, newest, fillers, EMPTY)
-    quarantine = Ranges.union(status.quarantine for status in at.values()) | refused
+    doubted = Ranges.union(status.doubted for status in at.values())
+    quarantine = Ranges.union(status.quarantine for status in at.values()) | (refused - doubted)
     keepers = [p for p, s in at.items() if s.kept != NO_TAG]
     behind = _behind(statuses, top, at[keepers[0]].previous) if keepers else ()
-    if not behind:
-        return _verdict(statuses, False, top, at, NO_TAG, {}, quarantine)
-    fillers = {k: keepers[k % len(keepers)] for k in range(num_parts)}
-    stay = {*at, *behind}
-    return _verdict(statuses, False, top, stay, at[keepers[0]].kept, fillers, quarantine)
+    attempt, fillers = NO_TAG, {}
+    if behind:
+        attempt = at[keepers[0]].kept
+        fillers = {k: keepers[k % len(keepers)] for k in range(num_parts)}
+    verdict = _verdict(statuses, False, top, {*at, *behind}, attempt, fillers, quarantine)
+    return replace(
+        verdict,
+        refused=refused,
+        losses=_losses(at.values()),
+        uneven=len({statuses[p].begun.cut for p in verdict.stay}) > 1,
+        doubted=doubted,
+    )
 
 
 def settle(
@@ -83,30 +97,57 @@ def settle(
 
     `active` are the participants that were not leaving at the cut, `whole` all samples of the
     round. Claims stay with whoever has them: a running pass is not interrupted, and nothing is
-    counted twice. Only what nobody has claimed is shared out.
+    counted twice. Only what nobody has claimed is shared out. It had a claimant, who has died,
+    unless that is one of those who answered: it leaves, or has not heard of its claim yet.
     """
     members = tuple(p for p in verdict.stay if p in active)
-    fresh = {p for p in verdict.stay if verdict.stands or statuses[p].applied < verdict.target}
+    fresh = {p for p in statuses if verdict.stands or statuses[p].applied < verdict.target}
     shares = {share.peer: share.ranges for share in record.shares}
     inside = {p for p in members if (p in shares if p in fresh else statuses[p].member)}
     quarantine = verdict.quarantine
-    claims = {
-        p: (shares.get(p, EMPTY) if p in fresh else statuses[p].claims) - quarantine
-        for p in members
+    held = {
+        p: shares.get(p, EMPTY)
+        if p in fresh
+        # Others have claimed what was refused in an attempt that this peer has not seen the end of.
+        else statuses[p].claims - (verdict.doubted - statuses[p].doubted)
+        for p in statuses
     }
+    claims = {p: held[p] - quarantine for p in members}
+    uncovered = whole - quarantine - Ranges.union(claims.values())
     if members:
-        uncovered = whole - quarantine - Ranges.union(claims.values())
         speeds = {p: statuses[p].speed for p in members}
         for share in share_out(uncovered, members, speeds):
             claims[share.peer] |= share.ranges
+    orphaned = uncovered - Ranges.union(held.values()) - verdict.doubted
+    losses, deadly = _count(verdict.losses, EMPTY if verdict.uneven else orphaned)
     return Settlement(
-        members, tuple(Share(p, claims[p]) for p in members), quarantine, bool(inside)
+        members,
+        tuple(Share(p, claims[p]) for p in members),
+        quarantine,
+        bool(inside),
+        losses,
+        deadly,
     )
 
 
 def mask_of(status: Status) -> int:
     """The parts a Status says are held, as an integer with bit k set for part k."""
     return int.from_bytes(status.held, "little")
+
+
+def _losses(statuses: Collection[Status]) -> tuple[Ranges, ...]:
+    """Of a round so far, as those know it who were there at its last cut."""
+    known = [(*status.losses, *[EMPTY] * MOST_DEATHS)[: MOST_DEATHS - 1] for status in statuses]
+    return tuple(map(Ranges.union, zip(*known, strict=True)))
+
+
+def _count(losses: tuple[Ranges, ...], lost: Ranges) -> tuple[tuple[Ranges, ...], Ranges]:
+    """The losses with these samples lost once more, and those for which that is once too often."""
+    counted: list[Ranges] = []
+    for known in losses or [EMPTY] * (MOST_DEATHS - 1):
+        counted.append(known | lost)
+        lost &= known
+    return tuple(counted), lost
 
 
 def _right_chain(top: Sequence[Status]) -> bytes:

@@ -42,6 +42,10 @@ class Words:
         except ManyhandsError as error:
             self._failed(error)
 
+    def when_heard(self, then: Callable[[], None]) -> None:
+        """Call it when all that was sent is at the meeting point, or a lease has passed."""
+        self._errands.run(self._when_heard, then)
+
     def confirm(self, wanted: ConfirmLease) -> None:
         """Hear `LeaseConfirmed` once a beat that is sent from now on was answered."""
         self._errands.run(self._confirm, wanted, time.monotonic())
@@ -51,11 +55,19 @@ class Words:
 
         The last results of a round that it has committed may be among that.
         """
-        patience_s = self._link.terms.lease_s
         with suppress(LinkError):  # the engine stops anyway, for the reason that it gives
-            self._courier.drain(patience_s)
-            self._link.flush(patience_s)
+            self._settle()
             self._link.tell(word)
+
+    def _when_heard(self, then: Callable[[], None]) -> None:
+        with suppress(LinkTimeout):  # whoever does not take it will be out soon
+            self._settle()
+        then()
+
+    def _settle(self) -> None:
+        patience_s = self._link.terms.lease_s
+        self._courier.drain(patience_s)
+        self._link.flush(patience_s)
 
     def _confirm(self, wanted: ConfirmLease, asked_s: float) -> None:
         while not self._ended():

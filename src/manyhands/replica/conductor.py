@@ -23,6 +23,7 @@ from torch import Tensor
 from manyhands.collectives.instructions import (
     DropState,
     Generation,
+    Lost,
     Retry,
     Settled,
     Stable,
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 1.0  # how often a wait looks around; what is waited for wakes it
 
 AGAIN = (StopReason.EXCLUDED, StopReason.SENT_BACK)
-Event = Retry | Settled | Generation | Stable | DropState | Stopped
+Event = Retry | Lost | Settled | Generation | Stable | DropState | Stopped
 
 
 @dataclass(slots=True)

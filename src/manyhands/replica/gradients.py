@@ -1,8 +1,9 @@
 """Gradients: what a pass contributes to its round, and where the mean of the round is put.
 
 The tensors of a contribution are the gradient of every parameter, then the change of every float
-buffer. On the CPU a gradient is lent to the engine as it is, and the mean is read into the same
-memory.
+buffer, then the other buffers. Of those there is no mean: they come from the pass that has the
+first sample of the round. On the CPU a gradient is lent to the engine as it is, and the mean is
+read into the same memory.
 """
 
 from __future__ import annotations
@@ -59,9 +60,13 @@ class Gradients:
         self._names = [name for name, _ in parameters]
         self._parameters = [p for _, p in parameters]
         self._frozen = [Named(n, p) for n, p in model.named_parameters() if not p.requires_grad]
-        slots = [_Slot(*_owner(model, name)) for name, _ in model.named_buffers()]
-        self._buffers = [slot for slot in slots if slot.tensor.is_floating_point()]
-        self._others = [slot for slot in slots if not slot.tensor.is_floating_point()]
+        slots = {name: _Slot(*_owner(model, name)) for name, _ in model.named_buffers()}
+        means = [name for name, slot in slots.items() if _has_mean(slot.tensor)]
+        others = [name for name in slots if name not in means]
+        self._buffers = [slots[name] for name in means]
+        self._others = [slots[name] for name in others]
+        self.names = [*self._names, *means, *others]
+        """Of the tensors of a contribution."""
         self._held: list[Tensor | None] = [None] * len(self._parameters)
         self._begun = False  # a backward of this pass: what it found in p.grad is held
         self._means: list[tuple[Tensor, int]] = []  # what is in p.grad, and in which version
@@ -77,12 +82,12 @@ class Gradients:
     @property
     def num_tensors(self) -> int:
         """Of a contribution."""
-        return len(self._parameters) + len(self._buffers)
+        return len(self.names)
 
     @property
     def like(self) -> list[Tensor]:
         """Tensors of the shape of a contribution."""
-        buffers = [slot.tensor for slot in self._buffers]
+        buffers = [slot.tensor for slot in (*self._buffers, *self._others)]
         return [t.detach() for t in (*self._parameters, *buffers)]
 
     # -- buffers ------------------------------------------------------------------------------
@@ -125,9 +130,11 @@ class Gradients:
                 p.grad = None
 
     @torch.no_grad()
-    def contribution(self, factor: float, share: float) -> tuple[list[Tensor], list[bool]]:
+    def contribution(
+        self, factor: float, share: float, *, first: bool
+    ) -> tuple[list[Tensor], list[bool]]:
         """What this pass gives, and which of it there was anything of: its gradients times
-        `factor`, changes of buffers times `share`.
+        `factor`, changes of buffers times `share`. `first`: it has the round's first sample.
 
         The gradients are lent: they must stay as they are until the round is committed.
         """
@@ -141,6 +148,9 @@ class Gradients:
             change = (slot.tensor - before).masked_fill_(same, 0.0).mul_(share)
             used.append(not bool(same.all()))
             tensors.append(change.to("cpu", memory_format=torch.contiguous_format))
+        for slot in self._others:
+            used.append(first)
+            tensors.append(slot.copied() if first else _empty_like(slot.tensor).zero_())
         if self._lent is None:
             self._lent = tensors
         return tensors, used
@@ -203,6 +213,10 @@ class Gradients:
             slot.tensor.copy_(self._before[i])
             if used[first + i]:
                 slot.tensor.add_(room[first + i].view(slot.tensor.shape).to(slot.tensor.device))
+        first += len(self._buffers)
+        for i, slot in enumerate(self._others):
+            value = room[first + i].view(slot.tensor.shape) if used[first + i] else None
+            slot.set(self._before_others[i] if value is None else value)
 
     def are_means(self) -> bool:
         """Whether p.grad is the mean of the round, and nothing was added or changed since."""
@@ -238,7 +252,12 @@ class Gradients:
             grad = p.grad
             usable = grad is not None and grad.device.type == "cpu" and grad.is_contiguous()
             room.append(grad.detach() if usable and grad is not None else _empty_like(p))
-        return [*room, *(_empty_like(slot.tensor) for slot in self._buffers)]
+        buffers = (*self._buffers, *self._others)
+        return [*room, *(_empty_like(slot.tensor) for slot in buffers)]
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -254,6 +273,16 @@ class _Slot(NamedTuple):
     @property
     def tensor(self) -> Tensor:
         return self.module.get_buffer(self.name)
+
+    def copied(self) -> Tensor:
+        """As it is now, on the CPU."""
+        return self.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    def set(self, value: Tensor) -> None:
+        """Unless it is that: a graph may refer to a constant."""
+        value = value.to(self.tensor.device)
+        if not torch.equal(self.tensor, value):
+            self.tensor.copy_(value)
 
 
 def _owner(model: Module, path: str) -> tuple[Module, str]:

@@ -244,7 +244,7 @@ class Replica:
         whole = float(self._batch(turn.round))
         share = weight / whole
         factor = share if self._loss == "mean" else 1.0 / whole
-        tensors, used = self._gradients.contribution(factor, share)
+        tensors, used = self._gradients.contribution(factor, share, first=0 in turn.ranges)
         self._scalars.end_pass(turn.task.generation, weight, used)
         return self._conductor.close_turn(turn, tensors, share)
 

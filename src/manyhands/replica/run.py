@@ -31,7 +31,8 @@ from manyhands.data.source import Source
 from manyhands.replica.conductor import Event
 from manyhands.replica.keeper import NotSaved, Saved
 from manyhands.replica.loader import Evaluation
-from manyhands.replica.session import Options, Place, RoundClosed, Session
+from manyhands.replica.options import Options, Place, RoundClosed
+from manyhands.replica.session import Session
 from manyhands.replica.state import Stateful
 
 
@@ -97,7 +98,7 @@ class Run:
         Model, optimizer and scheduler (or a list of them) are the same objects; the loader is
         another one. The batch size is that of a whole round, whoever takes part. With `epochs` the
         run has an end. `evaluation` is a DataLoader too: see the property. `options`: see
-        `session.Options`.
+        `options.Options`.
         """
         if self._session is not None:
             raise UsageError("this run has its model", hint="wrap once")

@@ -146,13 +146,15 @@ class Scalars:
         for part in parts:
             if part.report is None:
                 continue
-            used |= int.from_bytes(part.report.used, "little")
+            # A contribution that was refused has no weight any more: nothing of it counts.
+            counts = part.weight > 0
+            used |= int.from_bytes(part.report.used, "little") if counts else 0
             try:
                 said = _SAID.decode(part.report.scalars)
             except msgspec.DecodeError:
                 continue  # no number of a peer's that speaks another language
             words = {**said.words, **words}
-            for line in said.lines:
+            for line in (line for line in said.lines if counts or line.late):
                 key = Key(line.name, line.late)
                 totals[key] = totals[key].plus(Total(line.sum, line.weight))
         lines = tuple(Line(*key, *total) for key, total in totals.items())

@@ -6,35 +6,33 @@ It puts the pieces together: what each of them does is its own module's matter.
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.optim import LBFGS, Optimizer
 
-from manyhands.collectives.instructions import Generation, Stable
+from manyhands.collectives.instructions import Generation, Lost, Retry, Stable, StopReason
 from manyhands.collectives.mail import Mail
 from manyhands.collectives.messages import Snapshot
-from manyhands.collectives.outcomes import Committed
+from manyhands.collectives.outcomes import Committed, Stopped
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.rounds import Rounds
-from manyhands.core.address import Address, LocalAddress
+from manyhands.core.address import LocalAddress
 from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerId, PeerState, View
 from manyhands.data.calendar import Calendar
+from manyhands.data.fetch import Request
 from manyhands.data.source import Source
 from manyhands.links.base import Link, LinkSettings, dial, new_peer
 from manyhands.links.messages import Terms
 from manyhands.replica.agenda import Agenda
-from manyhands.replica.conductor import Base, Conductor, Event
+from manyhands.replica.blame import POLICIES, Blame
+from manyhands.replica.conductor import Base, Conductor, Event, Turn
 from manyhands.replica.description import (
     Mismatch,
     describe,
@@ -45,8 +43,10 @@ from manyhands.replica.description import (
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, Named, parameters_of
 from manyhands.replica.keeper import Keeper, NotSaved, Saved
+from manyhands.replica.layers import warn_of_chance
 from manyhands.replica.loader import Evaluation, Loader, Units, fetcher_for
 from manyhands.replica.openings import Openings
+from manyhands.replica.options import Options, Place, RoundClosed
 from manyhands.replica.replica import Replica
 from manyhands.replica.scalars import Scalars
 from manyhands.replica.signals import Signals
@@ -61,71 +61,8 @@ _WATCHED = 4  # results that a newcomer may be behind
 _EVENTS = 1000  # that are kept
 _TICK_S = 1.0  # how often a wait looks whether it shall end
 _REMIND_S = 10.0  # how often a peer that waits for others says so
+_FATAL = (StopReason.REFUSED, StopReason.DEADLY)
 _FORM = "replicas of a model"  # what else must agree, a description says in full
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a run meets, and as whom this peer comes."""
-
-    address: Address
-    name: str | None = None
-    min_peers: int = 1
-    lease_s: float = 10.0
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundClosed:
-    """A round is done, and p.grad is its mean. For `Run.on_round`."""
-
-    round: int
-    weight: float
-    """Of all its samples."""
-    shares: Mapping[PeerId, Ranges]
-    """Who computed what of it: samples, or grains, counted from its first."""
-    means: Mapping[str, float]
-    """Those of `Run.mean` that came with it, by name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """How a model is trained; the same at every peer, but for `max_pass`."""
-
-    grain_size: int | None = None
-    """Samples of a unit that is never divided: what it gives depends on nobody's share."""
-    epochs: int | None = None
-    """Without it the run ends when its peers do."""
-    max_pass: int | None = None
-    """Samples that this peer can take at a time."""
-    wire: str = "fp32"
-    loss: str = "mean"
-    """What the loss is over its batch: "mean" or "sum"."""
-    shares: str = "speed"
-    """By "speed", or "equal"."""
-    checkpoints: str | os.PathLike[str] | None = None
-    """A folder or any fsspec URL; the first of the roster saves there."""
-    save_every: int | None = None
-    """Rounds; without it, once an epoch."""
-    keep: int = 3
-    """So many checkpoints stay."""
-    resume: bool = False
-    """Start from the newest checkpoint; a peer that has none waits for one that has."""
-
-    def __post_init__(self) -> None:
-        for name in ("grain_size", "epochs", "max_pass", "save_every", "keep"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}={value}", hint="1 or more, or None")
-        for name, known in (("loss", ("mean", "sum")), ("shares", ("speed", "equal"))):
-            if getattr(self, name) not in known:
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r}", hint=f"one of {', '.join(known)}"
-                )
-        if self.resume and self.checkpoints is None:
-            raise UsageError(
-                "nothing says where to resume from", hint="wrap(..., checkpoints=FOLDER_OR_URL)"
-            )
 
 
 class Session:
@@ -146,12 +83,8 @@ class Session:
         for optimizer in optimizers:
             _check_optimizer(optimizer)
         self._place, self._options = place, options
-        if options.grain_size is None and (kinds := _batch_dependent(model)):
-            log.warning(
-                "%s see their batch or chance: without grain_size=N the run is the same at any "
-                "number of peers only statistically",
-                ", ".join(kinds),
-            )
+        if options.grain_size is None:
+            warn_of_chance(model)
         inner: Module = getattr(model, "_orig_mod", model)  # of one that torch.compile has made
         parameters = parameters_of(inner, optimizers)
         calendar = self._calendar = Calendar(source.size, source.batch, source.drop_last)
@@ -165,6 +98,15 @@ class Session:
         )
         self._gradients = Gradients(inner, parameters)
         self._refuse = not any(hasattr(thing, "unscale_") for thing in registered.values())
+        self._blame = Blame(
+            options.bad_gradients,
+            self._gradients.names,
+            source,
+            place.seed,
+            self._locate,
+            lambda peer: self.conductor.rounds.name_of(peer),
+            lambda number: agenda.round(self._openings.count(number)),
+        )
         things: dict[str, Stateful] = dict(registered)
         things |= {f"optimizer {i}": o for i, o in enumerate(optimizers)}
         things |= {f"scheduler {i}": s for i, s in enumerate(schedulers)}
@@ -311,6 +253,7 @@ class Session:
             self._keeper.copy(base, self.round)
 
     def _closed(self, number: int, committed: Committed) -> None:
+        self._blame.judge(committed.round, committed.record.quarantine, self.me.incarnation)
         if not self.listeners:
             return
         name_of = self.conductor.rounds.name_of
@@ -354,6 +297,13 @@ class Session:
             if self._keeper is not None:
                 self._keeper.stable(event.applied)
             return  # every round is
+        if isinstance(event, Retry):
+            self._blame.refused(event)
+        elif isinstance(event, Lost):
+            self._blame.lost(event)
+        elif isinstance(event, Stopped) and event.reason in _FATAL:
+            self._save_before_the_end()
+            raise self._blame.error()
         own = isinstance(event, Generation) and event.own
         if own and not self._is_new and self.conductor.base.round == 0:
             raise UsageError(
@@ -362,6 +312,19 @@ class Session:
             )
         self.events.append(event)
         log.info("%s", event)
+
+    def _save_before_the_end(self) -> None:
+        """The run stops within a round: what all have of the one before must not be lost."""
+        first = self.conductor.rounds.members[:1]
+        if self._keeper is not None and first == (self.me.incarnation,):
+            self._keeper.save_last(self.conductor.base, self.round)
+
+    def _locate(self, number: int, ranges: Ranges) -> Request | None:
+        """These units of a round of the engine's; None for one that evaluates."""
+        count = self._openings.count(number)
+        if self._agenda.evaluates(count):
+            return None
+        return self._units.request(Turn(self._agenda.round(count), number, ranges))
 
     # -- joining --------------------------------------------------------------------------------
 
@@ -378,6 +341,7 @@ class Session:
             num_rounds=None if self._num_rounds is None else self._num_engine_rounds,
             wire=self._options.wire,
             refuse=self._refuse,
+            on_refusal=POLICIES[self._options.bad_gradients],
             num_measured=self._gradients.num_parameters,
             form=_FORM,
             state=self._snapshots,
@@ -452,7 +416,8 @@ class Session:
             log.warning("no checkpoint in %s: waiting for a peer that has a state", place)
             return None
         base, description = found
-        self._compare({**description, "epochs": self.description["epochs"]})
+        free = {name: self.description[name] for name in ("epochs", "bad_gradients")}
+        self._compare({**description, **free})
         return base.open()
 
 
@@ -462,16 +427,6 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             "LBFGS calls its closure several times a step, and a round has one backward",
             hint="take an optimizer that steps without a closure, Adam or SGD say",
         )
-
-
-def _batch_dependent(model: Module) -> list[str]:
-    """Kinds of layers whose output for a sample depends on which others come with it."""
-    found = {
-        type(module).__name__
-        for module in model.modules()
-        if isinstance(module, _BatchNorm | _DropoutNd)
-    }
-    return sorted(found)
 
 
 def _agreed(
@@ -487,6 +442,7 @@ def _agreed(
         "seed": place.seed,
         "wire": options.wire,
         "loss": options.loss,
+        "bad_gradients": options.bad_gradients,
         "state": sorted(things),
     }
 

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 from manyhands.core.errors import UsageError
 from manyhands.observe.loggers import Logger, Terminal
+from manyhands.replica.options import RoundClosed
 from manyhands.replica.run import Run, join
-from manyhands.replica.session import RoundClosed
 from manyhands.trainer.history import Diary, History, Watch
 from manyhands.trainer.scribe import Scribe
 

@@ -1,0 +1,84 @@
+"""Options: what a user says of a run, and what a user is told of its rounds. Values only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from manyhands.collectives.ranges import Ranges
+from manyhands.core.address import Address
+from manyhands.core.errors import UsageError
+from manyhands.core.peers import PeerId
+from manyhands.replica.blame import POLICIES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a run meets, and as whom this peer comes."""
+
+    address: Address
+    name: str | None = None
+    min_peers: int = 1
+    lease_s: float = 10.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundClosed:
+    """A round is done, and p.grad is its mean. For `Run.on_round`."""
+
+    round: int
+    weight: float
+    """Of all its samples."""
+    shares: Mapping[PeerId, Ranges]
+    """Who computed what of it: samples, or grains, counted from its first."""
+    means: Mapping[str, float]
+    """Those of `Run.mean` that came with it, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How a model is trained; the same at every peer, but for `max_pass`."""
+
+    grain_size: int | None = None
+    """Samples of a unit that is never divided: what it gives depends on nobody's share."""
+    epochs: int | None = None
+    """Without it the run ends when its peers do."""
+    max_pass: int | None = None
+    """Samples that this peer can take at a time."""
+    wire: str = "fp32"
+    loss: str = "mean"
+    """What the loss is over its batch: "mean" or "sum"."""
+    shares: str = "speed"
+    """By "speed", or "equal"."""
+    bad_gradients: str = "skip"
+    """What cannot be averaged: "skip" its samples, "drop" the peer if others can compute them, or
+    "stop" the run."""
+    checkpoints: str | os.PathLike[str] | None = None
+    """A folder or any fsspec URL; the first of the roster saves there."""
+    save_every: int | None = None
+    """Rounds; without it, once an epoch."""
+    keep: int = 3
+    """So many checkpoints stay."""
+    resume: bool = False
+    """Start from the newest checkpoint; a peer that has none waits for one that has."""
+
+    def __post_init__(self) -> None:
+        for name in ("grain_size", "epochs", "max_pass", "save_every", "keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value}", hint="1 or more, or None")
+        for name, known in (
+            ("loss", ("mean", "sum")),
+            ("shares", ("speed", "equal")),
+            ("bad_gradients", tuple(POLICIES)),
+        ):
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r}", hint=f"one of {', '.join(known)}"
+                )
+        if self.resume and self.checkpoints is None:
+            raise UsageError(
+                "nothing says where to resume from", hint="wrap(..., checkpoints=FOLDER_OR_URL)"
+            )
