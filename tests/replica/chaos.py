@@ -23,6 +23,8 @@ Goodput is what was committed of what could have been: samples / (alive time x f
   proportion to its samples, so it would be the same for fewer peers.
 - A fault's time is from the last commit before it to the last one before the next.
 - Seconds lost: of all peers alive, what is missing by the fault-free rate.
+- Afterwards: goodput of the last third of a fault's time, when nothing goes on any more. It is
+  no part of a promise: where it is not 100 %, the machine is not as fast as in the calm time.
 
 Whatever happens, each sample of each epoch counts once, all peers have equal states after each
 round, and the losses are those of one process: the run fails if not. What a fault may cost
@@ -96,6 +98,7 @@ class Fault:
     samples: int = 0
     could_be: float = 0.0
     lost_s: float = 0.0
+    after: float = 0.0  # goodput of the last third
 
 
 @dataclass(frozen=True)
@@ -275,6 +278,9 @@ class Chaos:
         lost = fault.could_be - fault.samples
         fault.lost_s = lost / (self.rate * alive_s / (end_s - start_s))
         times = sorted(c.at_s for c in self.commits.values() if start_s <= c.at_s <= end_s)
+        late_s = max(at_s for at_s in times if at_s <= end_s - (end_s - start_s) / 3)
+        could_be = self.rate * self._alive(late_s, end_s)
+        fault.after = self._samples(late_s, end_s) / could_be
         fault.pause_s = max(b - a for a, b in pairwise([*times, end_s]))
         if fault.comes:
             could_s = self.hands[fault.comes].alive[-1][0]
@@ -299,6 +305,7 @@ class Chaos:
                         "pause_most_s": max(f.pause_s for f in faults),
                         "back_s": statistics.median(back) if back else None,
                         "back_most_s": max(back) if back else None,
+                        "after": statistics.mean(f.after for f in faults),
                         "never_back": sum(f.comes is not None and f.back_s is None for f in faults),
                     }
                 )
@@ -359,9 +366,9 @@ def told(fault: Fault) -> str:
     text = f"{fault.kind:10}{fault.victim:4} goodput {goodput:6.1%}, {fault.lost_s:5.2f} s lost"
     text += f", longest pause {fault.pause_s:.2f} s"
     if fault.comes:
-        after = "not back" if fault.back_s is None else f"back after {fault.back_s:.2f} s"
-        text += f", {fault.comes} {after}"
-    return text
+        when = "not back" if fault.back_s is None else f"back after {fault.back_s:.2f} s"
+        text += f", {fault.comes} {when}"
+    return f"{text}, afterwards {fault.after:.1%}"
 
 
 def broken(rows: Sequence[dict]) -> list[str]:
@@ -378,11 +385,11 @@ def broken(rows: Sequence[dict]) -> list[str]:
 
 
 def show(rows: Sequence[dict]) -> None:
-    print(f"{'':10}faults  goodput  s lost (most)  pause s (most)  back after s (most)")
+    print(f"{'':10}faults  goodput  afterwards  s lost (most)  pause s (most)  back after s (most)")
     for row in rows:
         back = "" if row["back_s"] is None else f"{row['back_s']:8.2f} ({row['back_most_s']:.2f})"
         print(
-            f"{row['kind']:10}{row['faults']:6}{row['goodput']:9.1%}"
+            f"{row['kind']:10}{row['faults']:6}{row['goodput']:9.1%}{row['after']:12.1%}"
             f"{row['lost_s']:8.2f} ({row['lost_most_s']:.2f})"
             f"{row['pause_s']:9.2f} ({row['pause_most_s']:.2f}){back:>16}"
         )
