@@ -84,6 +84,12 @@ class Hand:
     def fall(self) -> None:
         self.alive[-1][1] = min(self.alive[-1][1], time.monotonic())
 
+    @property
+    def away(self) -> list[float]:
+        """When each of its absences ended."""
+        returns = [since_s for since_s, _ in self.alive[1:]]
+        return [*returns, float("inf")] if self.dead else returns
+
 
 @dataclass
 class Fault:
@@ -139,7 +145,7 @@ class Chaos:
             self.faults.append(self._fault(kind, begin_s + number * every_s))
             print(f"{time.monotonic() - begin_s:6.1f} s  {told(self.faults[-1])}", flush=True)
         self._finish()
-        check([History(h.process.name, h.process.said, h.dead) for h in self.hands.values()])
+        check([History(h.process.name, h.process.said, h.away) for h in self.hands.values()])
 
     # -- faults ---------------------------------------------------------------------------------
 
@@ -317,11 +323,15 @@ class Chaos:
 
 @dataclass(frozen=True)
 class History:
-    """All that a peer has said, and whether it was killed."""
+    """All that a peer has said.
+
+    `away`: when each of its absences ended, which for the dead is never. Of the last round that it
+    saw before one, it may have been the only one to have the result; the others then did it anew.
+    """
 
     name: str
     said: Sequence[dict]
-    dead: bool = False
+    away: Sequence[float] = ()
 
 
 def check(histories: Sequence[History], losses: Sequence[float] | None = None) -> None:
@@ -332,6 +342,8 @@ def check(histories: Sequence[History], losses: Sequence[float] | None = None) -
     states: dict[int, str] = {}
     for history in histories:
         said = [one for one in history.said if "round" in one]
+        before = [[one for one in said if one["at_s"] < back_s] for back_s in history.away]
+        own = [seen[-1] for seen in before if seen]
         for one in said:
             number = one["round"]
             spans = [span for spans in one["shares"].values() for span in spans]
@@ -340,10 +352,9 @@ def check(histories: Sequence[History], losses: Sequence[float] | None = None) -
             assert counted == whole, f"not all samples, or one twice: {history.name} {one}"
             off = abs(one["loss"] - losses[number])
             assert off < TOLERANCE, f"the loss is {off} off: {history.name} {one}"
-            if history.dead and one is said[-1]:
-                continue  # it alone may have seen it, and the others did it anew
-            state = states.setdefault(number, one["state"])
-            assert one["state"] == state, f"another state after round {number}: {history.name}"
+            if not any(one is its for its in own):
+                state = states.setdefault(number, one["state"])
+                assert one["state"] == state, f"another state after it: {history.name} {one}"
 
 
 def committed_between(start_s: float, end_s: float, commits: Mapping[int, Commit]) -> int:

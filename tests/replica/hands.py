@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Sequence
 
 import pytest
@@ -50,11 +51,13 @@ class Hands:
         return [self.join(min_peers=number, **train) for _ in range(number)]
 
     def kill(self) -> None:
-        """All that are left: whoever comes next begins another life of the run."""
+        """All that are left, at once: whoever comes next begins another life of the run."""
         self._life += 1
-        for hand in self.all:
-            if self._zygote.status(hand.pid, 0) is None:
-                hand.kill()
+        left = [hand for hand in self.all if self._zygote.status(hand.pid, 0) is None]
+        for hand in left:
+            os.kill(hand.pid, signal.SIGKILL)
+        for hand in left:
+            assert hand.wait() == -signal.SIGKILL
 
     def finish(self, *dead: PeerProcess, patience_s: float = 60.0) -> None:
         """All but the dead come to the end; then all that anybody has said is checked."""
@@ -68,10 +71,12 @@ class Hands:
         """The same run: loss, state, samples and the model at the end are those of one process."""
         losses, model = alone(self.epochs, self._train.get("grain", GRAIN))
         states: dict[tuple[int, int], str] = {}
+        rounds: set[int] = set()
         for hand in self.all:
             for said in hand.said:
                 if "round" in said:
                     number = said["round"]
+                    rounds.add(number)
                     assert said["of"] == number, hand.report()
                     assert abs(said["loss"] - losses[number]) < TOLERANCE, hand.report()
                     if hand in dead:
@@ -84,7 +89,7 @@ class Hands:
                 if "done" in said and hand not in dead:
                     assert said["done"] == self.num_rounds
                     assert said["shadow"] == pytest.approx(shadow(model), abs=100 * TOLERANCE)
-        assert sorted({number for number, _ in states}) == list(range(self.num_rounds))
+        assert sorted(rounds) == list(range(self.num_rounds))
 
     def __enter__(self) -> Hands:
         return self

@@ -32,8 +32,19 @@ def history(name: str = "a", rounds=(0, 1, 2)) -> History:
 
 
 def test_the_oracle_takes_what_is_right():
-    dead = History("c", [{**history().said[1], "state": "anew"}], dead=True)
-    chaos.check([history(), history("b", (1, 2)), dead], losses=[1.0] * 3)
+    dead = History("c", [{**history().said[1], "state": "its own"}], away=[float("inf")])
+    absent = History("d", [*dead.said, history().said[2]], away=[1.5])
+    chaos.check([history(), history("b", (1, 2)), dead, absent], losses=[1.0] * 3)
+
+
+def test_only_the_last_round_before_an_absence_may_differ():
+    first, last = history().said[1:]
+    for said, away in (
+        ([{**first, "state": "x"}, last], 2.5),
+        ([first, {**last, "state": "x"}], 1.5),
+    ):
+        with pytest.raises(AssertionError, match="another state"):
+            chaos.check([history(), History("b", said, away=[away])], losses=[1.0] * 3)
 
 
 @pytest.mark.parametrize(

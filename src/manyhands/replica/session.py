@@ -397,7 +397,8 @@ class Session:
                 return
 
     def _is_enough(self, view: View) -> bool:
-        return len(view.roster) >= self._place.min_peers or view.founder is None or view.over
+        under_way = bool(view.peers(PeerState.ACTIVE))
+        return len(view.roster) >= self._place.min_peers or under_way or view.over
 
     def _compare(self, theirs: Mapping[str, Any]) -> None:
         if found := differences(theirs, self.description):
