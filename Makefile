@@ -25,6 +25,8 @@ bench-scale: setup
 	.venv/bin/python benchmarks/scale.py --json benchmarks/results/scale.json
 
 chaos: setup
+	sh scripts/rabbitmq.sh
+	.venv/bin/python -m tests.replica.chaos $(if $(AMQP),--link amqp) --seconds 600 --json benchmarks/results/chaos$(if $(AMQP),-amqp).json
 	.venv/bin/python -m tests.collectives.chaos --schedules 100000
 	.venv/bin/python -m tests.collectives.chaos --schedules 60000 --seed 500000 --unordered
 	.venv/bin/python -m tests.collectives.chaos_links --link hub --seconds 120

@@ -501,6 +501,14 @@ class TestJudging:
         office.tick(3, 3.4, alive=[A, C])
         assert office.roster == {"a": ACTIVE, "c": ACTIVE}
 
+    def test_who_misses_one_beat_is_knocked_at(self):
+        office = in_office(A, B, C)
+        office.line.told.clear()
+        office.tick(0, TERMS.beat_s, alive=[A, C])
+        assert office.line.told == [], "it may be on its way"
+        office.tick(TERMS.beat_s, 1.4 * TERMS.beat_s, alive=[A, C])
+        assert office.line.told == [(B.incarnation, BeatBack(0))]
+
     def test_a_peer_that_others_miss_has_its_grace(self):
         office = in_office(A, B)
         office.call(A, word=Missing(B.incarnation))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Sequence
 
 import pytest
@@ -50,11 +51,13 @@ class Hands:
         return [self.join(min_peers=number, **train) for _ in range(number)]
 
     def kill(self) -> None:
-        """All that are left: whoever comes next begins another life of the run."""
+        """All that are left, at once: whoever comes next begins another life of the run."""
         self._life += 1
-        for hand in self.all:
-            if self._zygote.status(hand.pid, 0) is None:
-                hand.kill()
+        left = [hand for hand in self.all if self._zygote.status(hand.pid, 0) is None]
+        for hand in left:
+            os.kill(hand.pid, signal.SIGKILL)
+        for hand in left:
+            assert hand.wait() == -signal.SIGKILL
 
     def finish(self, *dead: PeerProcess, patience_s: float = 60.0) -> None:
         """All but the dead come to the end; then all that anybody has said is checked."""

@@ -56,6 +56,7 @@ from manyhands.replica.state import Stateful, TrainingState
 log = logging.getLogger(__name__)
 
 _BEATS = 10  # of a lease
+_GRACES = 20  # of a lease: all wait that long for one that was killed, and coming back is cheap
 _STATE_FACTOR, _STATE_SLACK = 16, 64 << 20  # a state is at most so many times its parameters
 _WATCHED = 4  # results that a newcomer may be behind
 _EVENTS = 1000  # that are kept
@@ -389,7 +390,8 @@ class Session:
                 return
 
     def _is_enough(self, view: View) -> bool:
-        return len(view.roster) >= self._place.min_peers or view.founder is None or view.over
+        under_way = bool(view.peers(PeerState.ACTIVE))
+        return len(view.roster) >= self._place.min_peers or under_way or view.over
 
     def _compare(self, theirs: Mapping[str, Any]) -> None:
         if found := differences(theirs, self.description):
@@ -451,6 +453,6 @@ def _terms(lease_s: float, num_bytes: int) -> Terms:
     return Terms(
         beat_s=min(1.0, lease_s / _BEATS),
         lease_s=lease_s,
-        grace_s=min(1.0, lease_s / 2),
+        grace_s=min(1.0, lease_s / _GRACES),
         watch_bytes=max(Terms().watch_bytes, _WATCHED * num_bytes),
     )

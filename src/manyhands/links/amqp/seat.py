@@ -50,6 +50,8 @@ from manyhands.wire.frames import Limits
 log = logging.getLogger(__name__)
 _WORDS = Limits(header_bytes=4096, payload_bytes=0)
 MAX_PEERS = 200  # a view of more, with the longest names, would not fit a header
+_LATE_BEATS = 1.2  # after so many a peer is late
+_KNOCKS_A_BEAT = 4
 
 
 class ControlLine(Protocol):
@@ -104,7 +106,7 @@ class Seat:
         self._pending: tuple[int, Call] | None = None
         self._unconfirmed: set[int] = set()  # tags of views
         self._to_ack: int | None = None
-        self._pinged_s = self._fenced_s = 0.0
+        self._knocked_s = self._fenced_s = 0.0
         self._own_end = threading.Event()
         self._gave_way = self._retired = False
         self._begun = True  # unless the broker says otherwise
@@ -231,10 +233,10 @@ class Seat:
             if not may_judge:
                 return members.leases.restart(now_s)
             members.tick(now_s)
-            if now_s - self._pinged_s >= self._terms.beat_s:
-                self._pinged_s = now_s
+            if now_s - self._knocked_s >= self._terms.beat_s / _KNOCKS_A_BEAT:
+                self._knocked_s = now_s
                 # A dead peer's inbox goes with its connection: whoever is late is knocked at.
-                for incarnation in members.leases.silent(now_s - 1.5 * self._terms.beat_s):
+                for incarnation in members.leases.silent(now_s - _LATE_BEATS * self._terms.beat_s):
                     self._line.to_peer(incarnation, BeatBack(0))
         return None
 
