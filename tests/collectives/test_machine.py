@@ -655,7 +655,7 @@ def test_a_message_survives_the_wire(message):
         m.Part(1, _TAG, m.MAX_PARTS, EMPTY),
         m.Part(1, _TAG, 1, EMPTY, weight=float("nan")),
         m.Part(1, _TAG, 1, EMPTY, weight=-1.0),
-        m.Part(1, _TAG, 0, EMPTY, report=m.SelfReport(0)),
+        m.Part(1, _TAG, 0, EMPTY, report=m.SelfReport(-1)),
         m.Sum(1, _TAG, 1, (m.Share(0),)),
         m.Ask(-1),
     ],

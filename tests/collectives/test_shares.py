@@ -69,10 +69,17 @@ def closure(view, *, members=(1, 5), speeds=(8, 4), last=False, asks=((), ())):
 
 def test_a_newcomer_counts_as_the_slowest():
     record = next_record(closure(view_of(p1=ACTIVE, p5=ACTIVE, p7=ACTIVE)))
-    assert record.speeds == (8, 4, 4)
+    assert record.speeds == (8, 4, 0)
     assert [len(share.ranges) for share in record.shares] == [8, 4, 4]
     assert (record.prev, record.view, record.quarantine) == (b"chain", NUMBER, Ranges.of((2, 3)))
     assert (record.closing, record.sync) == (False, 3)
+
+
+def test_one_whose_speed_is_not_known_counts_as_the_slowest():
+    shares = share_out(Ranges.whole(100), (1, 2, 3), {1: 6, 2: 0, 3: 2})
+    assert [len(share.ranges) for share in shares] == [60, 20, 20]
+    shares = share_out(Ranges.whole(9), (1, 2, 3), {1: 0, 2: 0})
+    assert [len(share.ranges) for share in shares] == [3, 3, 3]
 
 
 def test_the_last_round_and_everybody_leaving_are_closed_by_all():

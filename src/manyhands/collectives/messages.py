@@ -35,7 +35,7 @@ FORM_CHARS = 300
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 PartIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
-Speed = Annotated[int, msgspec.Meta(ge=1, le=MAX_SPEED)]
+Speed = Annotated[int, msgspec.Meta(ge=0, le=MAX_SPEED)]  # 0: not known yet
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Notes = Annotated[bytes, msgspec.Meta(max_length=NOTES_BYTES)]
 _Place = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]

@@ -20,8 +20,11 @@ def share_out(
     """Divide the samples among the members in proportion to their speeds.
 
     Contiguous pieces in the order of `members`, by largest remainder; of equal remainders the
-    earlier member's counts. Speeds are at least 1; `members` must not be empty.
+    earlier member's counts. One whose speed is not known counts as the slowest of the others: it
+    must not hold them up, and has to show what it can. `members` must not be empty.
     """
+    slowest = min((speed for speed in speeds.values() if speed), default=1)
+    speeds = {m: speeds.get(m) or slowest for m in members}
     count, total = len(ranges), sum(speeds[m] for m in members)
     quotas = [count * speeds[m] // total for m in members]
     remainders = [count * speeds[m] % total for m in members]
@@ -63,9 +66,7 @@ def next_record(closure: Closure) -> Record:
     closing = closure.last or not members  # nothing left to do, or everybody wants to leave
     if closing:
         members = _with_leavers(closure, members)
-    known = {peer: report.speed for peer, report in closure.reports.items()}
-    slowest = min(known.values())  # a newcomer's speed is unknown: it must not hold others up
-    speeds = {peer: known.get(peer, slowest) for peer in members}
+    speeds = {peer: report.speed for peer, report in closure.reports.items()}
     return Record(
         prev=closure.prev,
         view=closure.view.number,
@@ -74,7 +75,7 @@ def next_record(closure: Closure) -> Record:
         quarantine=closure.quarantine,
         closing=closing,
         snapshot_for=_asks(closure),
-        speeds=tuple(speeds[peer] for peer in members),
+        speeds=tuple(speeds.get(peer, 0) for peer in members),
         sync=closure.governing.sync,
     )
 

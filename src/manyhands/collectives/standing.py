@@ -93,7 +93,7 @@ class Standing(ABC):
     def __init__(self, me: int, course: Course) -> None:
         self.me = me
         self.course = course
-        self.speed = 1
+        self.speed = 0  # not measured yet
         self.lease = False  # as of the event in hand
         self.stopped = False
         self._out: list[Instruction] = []

@@ -106,6 +106,7 @@ class Conductor:
     _todo: deque[Turn] = field(default_factory=deque[Turn])
     _pending: Outcome | None = None
     _leaving: bool = False
+    _speed: int = 0
 
     @property
     def rounds(self) -> Rounds:
@@ -118,6 +119,11 @@ class Conductor:
         self._rounds = self.connect()
         wait(self._rounds)
         self._offer()
+
+    def measure_speed(self, speed: int) -> None:
+        """Shares follow it, also after an exclusion."""
+        self._speed = speed
+        self.rounds.measure_speed(speed)
 
     def leave(self, *, finished: bool) -> None:
         """Leave in good order: `next_turn` goes on until the others can do without this peer.
@@ -312,6 +318,8 @@ class Conductor:
                 break
             except Excluded as error:  # again, before it had come in
                 log.warning("could not come back yet: %s", error)
+        if self._speed:
+            self.rounds.measure_speed(self._speed)
         self._offer()
 
     def _offer(self) -> None:

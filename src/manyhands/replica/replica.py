@@ -223,6 +223,8 @@ class Replica:
         weight = self._weight_of(turn)
         if turn.task is None:
             committed = self._conductor.close_turn(turn, (), 0.0)
+            if committed is not None and committed.member and not self._speed:
+                self._measure(turn)  # it had no share of the round, and will have none until then
         else:
             committed = self._close(turn, weight)
         if committed is None or committed.weight == 0.0:
@@ -235,8 +237,8 @@ class Replica:
 
     def _close(self, turn: Turn, weight: float) -> Committed | None:
         assert turn.task is not None
-        self._measure(turn)
         if weight <= 0:
+            self._measure(turn)
             unused = [False] * self._gradients.num_tensors
             self._scalars.end_pass(turn.task.generation, 0.0, unused)
             return self._conductor.close_turn(turn, self._gradients.nothing(), 0.0)
@@ -245,6 +247,7 @@ class Replica:
         share = weight / whole
         factor = share if self._loss == "mean" else 1.0 / whole
         tensors, used = self._gradients.contribution(factor, share, first=0 in turn.ranges)
+        self._measure(turn)  # a GPU is done only now
         self._scalars.end_pass(turn.task.generation, weight, used)
         return self._conductor.close_turn(turn, tensors, share)
 
@@ -291,9 +294,10 @@ class Replica:
         """How many units a second this peer computes, as a running mean."""
         if not self._balance:
             return
-        speed = len(turn.ranges) / max(1e-6, time.perf_counter() - self._started_s)
+        # A turn that counts nothing has some samples too: less than one unit, perhaps.
+        speed = max(1, len(turn.ranges)) / max(1e-6, time.perf_counter() - self._started_s)
         self._speed = speed if not self._speed else 0.7 * self._speed + 0.3 * speed
-        self._conductor.rounds.measure_speed(max(1, round(self._speed * 1000)))
+        self._conductor.measure_speed(max(1, round(self._speed * 1000)))
 
     def _reseed(self, round_: int, first: int | None) -> None:
         """What a body draws depends on what it computes, not on who does or what was before."""
