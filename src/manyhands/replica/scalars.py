@@ -146,8 +146,9 @@ class Scalars:
         for part in parts:
             if part.report is None:
                 continue
-            # A contribution that was refused has no weight any more: nothing of it counts.
-            counts = part.weight > 0
+            # One whose samples were refused has none any more: nothing that it said counts. (The
+            # samples of an evaluation have no weight, and do count.)
+            counts = bool(part.ranges)
             used |= int.from_bytes(part.report.used, "little") if counts else 0
             try:
                 said = _SAID.decode(part.report.scalars)

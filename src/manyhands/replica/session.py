@@ -22,7 +22,7 @@ from manyhands.collectives.messages import Snapshot
 from manyhands.collectives.outcomes import Committed, Stopped
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.rounds import Rounds
-from manyhands.core.address import LocalAddress
+from manyhands.core.address import AmqpAddress, LocalAddress
 from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerId, PeerState, View
 from manyhands.data.calendar import Calendar
@@ -127,7 +127,7 @@ class Session:
             self._learn,
             _STATE_FACTOR * num_bytes + _STATE_SLACK,
         )
-        self._settings = LinkSettings(terms=_terms(place.lease_s, num_bytes))
+        self._settings = LinkSettings(terms=_terms(place, num_bytes))
         self._link: Link | None = None
         gate = Gate()
         self._keeper: Keeper | None = None
@@ -449,10 +449,12 @@ def _agreed(
     }
 
 
-def _terms(lease_s: float, num_bytes: int) -> Terms:
+def _terms(place: Place, num_bytes: int) -> Terms:
+    # At a broker coming back takes longer: what was under way is lost with the connection.
+    graces = _GRACES / 2 if isinstance(place.address, AmqpAddress) else _GRACES
     return Terms(
-        beat_s=min(1.0, lease_s / _BEATS),
-        lease_s=lease_s,
-        grace_s=min(1.0, lease_s / _GRACES),
+        beat_s=min(1.0, place.lease_s / _BEATS),
+        lease_s=place.lease_s,
+        grace_s=min(1.0, place.lease_s / graces),
         watch_bytes=max(Terms().watch_bytes, _WATCHED * num_bytes),
     )
