@@ -9,6 +9,7 @@ from __future__ import annotations
 import cmath
 import secrets
 from collections.abc import Sequence
+from itertools import groupby
 
 import msgspec
 import torch
@@ -59,4 +60,15 @@ class Alone:
 @torch.no_grad()
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all values are. Also no if their sum is too large for a number: then look closer."""
-    return all(cmath.isfinite(tensor.sum().item()) for tensor in tensors if has_mean(tensor))
+    means = [tensor for tensor in tensors if has_mean(tensor)]
+    on_gpu = [tensor for tensor in means if tensor.is_cuda]
+    if on_gpu and not _are_finite_there(on_gpu):
+        return False
+    return all(cmath.isfinite(tensor.sum().item()) for tensor in means if not tensor.is_cuda)
+
+
+def _are_finite_there(tensors: Sequence[Tensor]) -> bool:
+    """One question to each GPU, not one for each tensor: it has to finish before it can answer."""
+    by_device = groupby(sorted(tensors, key=lambda t: t.device.index), lambda t: t.device)
+    norms = (torch.stack(torch._foreach_norm(list(ts))) for _, ts in by_device)  # pyright: ignore
+    return all(bool(norm.isfinite().all()) for norm in norms)

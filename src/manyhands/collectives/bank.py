@@ -17,6 +17,7 @@ from manyhands.collectives.feedback import Feedback
 from manyhands.collectives.layout import Layout
 from manyhands.collectives.pool import Pool, lasting_memory
 from manyhands.collectives.results import join
+from manyhands.collectives.staging import Staging
 from manyhands.wire.tensors import bytes_of
 
 _SPARE_BLOCKS = 16  # at least, besides those of one result
@@ -44,6 +45,8 @@ class Bank:
         self.feedback = Feedback(wire, parts) if wire == "int8" else None
         self._flats: list[Tensor] | None = None
         self._room: Tensor | None = None  # for one part
+        self._staging = Staging()
+        self._on_gpu = False  # some of the values
         self._tentative = False  # they are of a first pass that is not done
         self.weight = 0.0
         self.generation = 0  # grows when what was computed does not count any more
@@ -66,22 +69,33 @@ class Bank:
     def show(self, flats: list[Tensor], weight: float) -> bool:
         """The tensors of a pass that is under way; False if others are in here already.
 
-        So parts can be sent as they become final. A pass that is never done leaves no trace.
+        So parts can be sent as they become final. A pass that is never done leaves no trace. Not
+        those of a GPU, which would have to be waited for.
         """
-        if self._flats is not None and not self._tentative:
+        taken = self._flats is not None and not self._tentative
+        if taken or any(flat.is_cuda for flat in flats):
             return False
         self._flats, self.weight, self._tentative = flats, weight, True
         return True
 
     def lend(self, flats: list[Tensor], weight: float) -> None:
-        """Take in a pass: weighted sums. The tensors of the first are kept, not copied."""
+        """Take in a pass: weighted sums. The tensors of the first are kept, not copied.
+
+        Those of a GPU stay there until `fetch`.
+        """
         if self._flats is None or self._tentative:
             self._flats, self.weight, self._tentative = flats, weight, False
+            self._on_gpu = any(flat.is_cuda for flat in flats)
             return
         with torch.no_grad():
             for mine, more in zip(self._flats, flats, strict=True):
-                mine.add_(more)
+                mine.add_(more.to(mine.device))
         self.weight += weight
+
+    def fetch(self) -> None:
+        """From here on the values are on the CPU: they are to be sent, or added up."""
+        if self._flats is not None and self._on_gpu:
+            self._flats, self._on_gpu = self._staging.fetch(self._flats), False
 
     def clear(self) -> None:
         """Nothing in here counts; a pass that is under way will not either."""

@@ -87,8 +87,11 @@ class Layout:
         """Into how many parts the tensors are cut."""
         return len(self.parts)
 
-    def check(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors flat, if they are those of the layout. Raises UsageError."""
+    def check(self, tensors: Sequence[Tensor], *, on_gpu: bool = False) -> list[Tensor]:
+        """The tensors flat, if they are those of the layout. Raises UsageError.
+
+        `on_gpu`: they may be there.
+        """
         if len(tensors) != len(self.shapes):
             raise UsageError(f"{len(tensors)} tensors came; the layout has {len(self.shapes)}")
         flats: list[Tensor] = []
@@ -98,7 +101,8 @@ class Layout:
                     f"tensor {index} is {tensor.dtype}[{tensor.numel()}], "
                     f"not {shape[0]}[{shape[1]}]"
                 )
-            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            here = tensor.device.type == "cpu" or (on_gpu and tensor.is_cuda)
+            if not here or not tensor.is_contiguous():
                 raise UsageError(
                     f"tensor {index} is not one piece of CPU memory",
                     hint="copy it into one that is, and contribute that",

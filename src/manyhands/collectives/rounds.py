@@ -165,7 +165,7 @@ class Rounds:
         self, task: Task, tensors: Sequence[Tensor], *, weight: float, ranges: Ranges | None = None
     ) -> Pass:
         """Like `contribute` for tensors that are not final yet: say so with `Pass.ready`."""
-        flats = self.layout.check(tensors)
+        flats = self.layout.check(tensors, on_gpu=True)
         weight = check_weight(weight)
         opened = Pass(self, task, task.ranges if ranges is None else ranges, flats, weight)
         with self._lock:
@@ -184,8 +184,8 @@ class Rounds:
             begin = self._attempt
             if opened is not self._early or begin is None or self._me not in begin.members:
                 return
-            of = (begin.round, begin.claims)
-            if of != (opened.task.round, opened.ranges) or len(begin.members) == 1:
+            same = (begin.round, begin.claims) == (opened.task.round, opened.ranges)
+            if not same or len(begin.members) == 1:
                 return
             # Part 0 comes last, with what is known only when the pass is done.
             for k in reversed(range(max(1, self.layout.ready_from(tensor)), self.layout.num_parts)):
@@ -384,8 +384,8 @@ class Rounds:
         message = send.message
         match message:
             case m.Part():
-                if message.k not in self._sent:
-                    assert send.to is not None
+                self._bank.fetch()
+                if message.k not in self._sent and send.to is not None:
                     return self._send_part(send.to, message)
             case m.Sum():
                 self._post.send_result(send.to, message, self._shelf.result(message))

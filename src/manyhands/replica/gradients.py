@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from manyhands.collectives.staging import Staging
 from manyhands.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Gradients:
         self._begun = False  # a backward of this pass: what it found in p.grad is held
         self._means: list[tuple[Tensor, int]] = []  # what is in p.grad, and in which version
         self._lent: list[Tensor] | None = None  # of the round's first pass; the engine reads them
+        self._staging = Staging()
         self._before: list[Tensor] = []  # float buffers as they were when the round began
         self._before_others: list[Tensor] = []
 
@@ -142,12 +144,14 @@ class Gradients:
         tensors = [self._lend(i) for i in range(len(self._parameters))]
         if factor != 1.0:
             torch._foreach_mul_(tensors, factor)  # pyright: ignore
+        changed: list[Tensor] = []
         for slot, before in zip(self._buffers, self._before, strict=True):
             # Not its value: of a constant even the last bit must stay, and it may be infinite.
             same = slot.tensor == before
             change = (slot.tensor - before).masked_fill_(same, 0.0).mul_(share)
-            used.append(not bool(same.all()))
-            tensors.append(change.to("cpu", memory_format=torch.contiguous_format))
+            changed.append(~same.all())
+            tensors.append(change.contiguous())
+        used += _ask(changed)
         for slot in self._others:
             used.append(first)
             tensors.append(slot.copied() if first else _empty_like(slot.tensor).zero_())
@@ -159,15 +163,15 @@ class Gradients:
         p = self._parameters[i]
         grad = p.grad
         if grad is None:
-            return torch.zeros(p.shape, dtype=p.dtype)
+            return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
         if grad.layout is not torch.strided:
             raise UsageError(
                 f"the gradient of {self._names[i]} is sparse, and rounds add up dense ones",
                 hint="nn.Embedding(..., sparse=False), and an optimizer for dense gradients",
             )
-        if grad.device.type == "cpu" and grad.is_contiguous():
-            return grad.detach() if grad.requires_grad else grad
-        return grad.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        if not grad.is_contiguous():
+            return grad.detach().contiguous()
+        return grad.detach() if grad.requires_grad else grad
 
     def nothing(self) -> list[Tensor]:
         """A contribution of weight 0: its values do not travel, only its form counts."""
@@ -191,7 +195,7 @@ class Gradients:
         """p.grad := the mean over the round, and buffers too; nothing where nobody had any."""
         room = self._lent if self._lent is not None else self._room()
         self._lent, self._begun = None, False
-        result.read_into(room)
+        self._read(result, room)
         helds = self._held.copy()
         self._held[:] = [None] * len(helds)
         for i, (p, held) in enumerate(zip(self._parameters, helds, strict=True)):
@@ -202,8 +206,6 @@ class Gradients:
             if mean is p.grad and held is None:
                 continue  # read into where it was
             mean = mean.view(p.shape)
-            if p.device.type != "cpu":
-                mean = mean.to(p.device, non_blocking=True)
             p.grad = mean if held is None else held.add_(mean)
         self._means.clear()
         if not any(held is not None for held in helds):
@@ -212,11 +214,22 @@ class Gradients:
         for i, slot in enumerate(self._buffers):
             slot.tensor.copy_(self._before[i])
             if used[first + i]:
-                slot.tensor.add_(room[first + i].view(slot.tensor.shape).to(slot.tensor.device))
+                slot.tensor.add_(room[first + i].view(slot.tensor.shape))
         first += len(self._buffers)
         for i, slot in enumerate(self._others):
             value = room[first + i].view(slot.tensor.shape) if used[first + i] else None
             slot.set(self._before_others[i] if value is None else value)
+
+    def _read(self, result: Result, room: list[Tensor]) -> None:
+        """Into tensors of any device: to a GPU by memory that it reads without help."""
+        if result.alone or not any(tensor.is_cuda for tensor in room):
+            result.read_into(room)
+            return
+        here = self._staging.room_for(room)
+        result.read_into(here)
+        for there, mine in zip(room, here, strict=True):
+            if there.is_cuda:
+                there.copy_(mine, non_blocking=True)  # before anything that this thread asks next
 
     def are_means(self) -> bool:
         """Whether p.grad is the mean of the round, and nothing was added or changed since."""
@@ -250,7 +263,7 @@ class Gradients:
         room: list[Tensor] = []
         for p in self._parameters:
             grad = p.grad
-            usable = grad is not None and grad.device.type == "cpu" and grad.is_contiguous()
+            usable = grad is not None and grad.is_contiguous()
             room.append(grad.detach() if usable and grad is not None else _empty_like(p))
         buffers = (*self._buffers, *self._others)
         return [*room, *(_empty_like(slot.tensor) for slot in buffers)]
@@ -261,7 +274,16 @@ def _has_mean(tensor: Tensor) -> bool:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _ask(flags: Sequence[Tensor]) -> list[bool]:
+    """What these say; a GPU is asked once for all of them."""
+    if not flags:
+        return []
+    if len({flag.device for flag in flags}) > 1:
+        return [bool(flag) for flag in flags]
+    return cast("list[bool]", torch.stack(list(flags)).tolist())  # pyright: ignore
 
 
 class _Slot(NamedTuple):
@@ -275,13 +297,12 @@ class _Slot(NamedTuple):
         return self.module.get_buffer(self.name)
 
     def copied(self) -> Tensor:
-        """As it is now, on the CPU."""
-        return self.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        """As it is now."""
+        return self.tensor.clone(memory_format=torch.contiguous_format)
 
     def set(self, value: Tensor) -> None:
-        """Unless it is that: a graph may refer to a constant."""
-        value = value.to(self.tensor.device)
-        if not torch.equal(self.tensor, value):
+        """Unless it is that: a graph may refer to a constant. (A GPU is not waited for.)"""
+        if self.tensor.is_cuda or not torch.equal(self.tensor, value):
             self.tensor.copy_(value)
 
 
