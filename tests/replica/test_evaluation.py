@@ -19,6 +19,7 @@ from tests.replica.loops import (
     BATCH,
     EPOCHS,
     FEATURES,
+    SIZE,
     THREE,
     TWO,
     Points,
@@ -167,6 +168,23 @@ def test_one_sample_is_for_one_peer():
 
     together(Recipe(loop, options={"evaluation": held_out(size=1)}), THREE)
     assert seen == [0] * EPOCHS
+
+
+def test_its_means_are_not_those_of_the_round_after_it(speeds):
+    """That has the same number: so many came before either."""
+    told = {}
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        mine = told.setdefault(hand.name, [])
+        hand.on_round(lambda closed: mine.append(set(closed.means)))
+        for _ in range(EPOCHS):
+            train(hand, model, optimizer, loader)
+            for _ in hand.evaluation:
+                hand.mean(2.5, "score")
+
+    together(Recipe(loop, options={"evaluation": held_out()}), speeds)
+    rounds = EPOCHS * -(-SIZE // BATCH)
+    assert all(mine == [{"loss"}] * rounds for mine in told.values())
 
 
 def test_nothing_said_is_nothing_known():
