@@ -338,6 +338,42 @@ def test_rounds_that_count_nothing_at_all(speeds):
     compare(Recipe(loop, scheduler=lambda o: StepLR(o, 1, gamma=0.5)), speeds)
 
 
+def test_an_epoch_that_ends_with_a_round_that_counts_nothing(speeds):
+    """It is over all the same: its schedule goes on, and its last body has left no trace."""
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        for _ in range(EPOCHS):
+            for x, y in loader:
+                mute = (hand.round + 1) % (ROUNDS // EPOCHS) == 0
+                if hand.alone and mute:
+                    continue
+                hand.weight(0 if mute else len(y))
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+
+    recipe = Recipe(loop, model=Averaging, scheduler=lambda o: StepLR(o, 1, gamma=0.5))
+    compare(recipe, speeds)
+
+
+def test_a_loop_that_is_broken_off_within_a_round():
+    model = Averaging()
+    optimizer, closed = adam(model), []
+    with mh.join() as run:
+        data = DataLoader(Points(), BATCH)
+        _, _, loader, _ = run.wrap(model, optimizer, data, max_pass=BATCH // 2)
+        for batch in loader:
+            mean_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.round == 1 and not run.round_closed:
+                assert run.digest() != closed[0]  # buffers
+                break
+            closed = [run.digest()]
+    assert run.digest() == closed[0]
+
+
 def test_a_loss_that_is_a_sum(speeds):
     """p.grad is the mean over the samples, whatever their share; buffers are means too."""
 
