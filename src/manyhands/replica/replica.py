@@ -22,6 +22,9 @@ from manyhands.replica.gradients import Gradients
 from manyhands.replica.scalars import Scalars
 from manyhands.replica.state import Stateful
 
+# A loop may evaluate in torch's inference mode; what is made of the state there is trained on.
+_outside_inference = torch.inference_mode(mode=False)
+
 
 def seed_of_pass(seed: int, round_: int, first: int | None) -> int:
     """Where the random numbers of a pass begin: that over units from `first` on, or with None of
@@ -79,12 +82,14 @@ class Replica:
 
     # -- between two bodies ---------------------------------------------------------------------
 
+    @_outside_inference
     def next_turn(self) -> Turn | None:
         """End the last body, and see what comes next; `begin` it before its body."""
         self.settle()
         self.between(self._conductor.base.applied)
         return self._conductor.next_turn()
 
+    @_outside_inference
     def begin(self, turn: Turn) -> None:
         """Its body comes now."""
         assert self._backward is not None
@@ -124,6 +129,7 @@ class Replica:
         for name, thing in self._undone.items():
             thing.load_state_dict(deepcopy(self._began[name]))
 
+    @_outside_inference
     def settle(self) -> None:
         """The body is over, and undone if nothing is learnt from it.
 
