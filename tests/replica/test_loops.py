@@ -7,6 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, replace
 
 import pytest
@@ -35,6 +36,7 @@ from tests.replica.loops import (
     alone,
     check,
     compare,
+    gather,
     mean_loss,
     net,
     together,
@@ -494,6 +496,40 @@ def test_all_stop_early_by_a_common_number():
 
     *_, plain = compare(Recipe(loop), TWO)
     assert 1 < len(plain.losses) < ROUNDS
+
+
+def test_a_loop_that_ends_while_the_last_of_the_others_dies():
+    """What that had of the round comes to it while it waits for what the others do."""
+    ended, leaving = threading.Event(), []
+
+    def leave_late(rounds):
+        """Its word comes to the meeting point after the death of the other."""
+        leave = rounds.leave
+
+        def wait_and_leave(finished):
+            rounds.outlook.wait_for_view(lambda view: len(view.roster) == 1, 30)
+            leave(finished=finished)
+
+        def begin(finished):
+            leaving.append(threading.Thread(target=wait_and_leave, args=(finished,)))
+            leaving[0].start()
+            ended.set()
+
+        rounds.leave = begin
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        for batch in loader:
+            if hand.round == 2 and hand.is_leader:  # it adds up, and sees what others give
+                leave_late(hand._session.conductor.rounds)
+                return
+            if hand.round == 2:
+                assert ended.wait(30)
+                raise RuntimeError("dies")
+            body(hand, model, optimizer, batch)
+
+    _, errors = gather(Recipe(loop), TWO)
+    assert [str(error) for error in errors.values()] == ["dies"]
+    leaving[0].join()
 
 
 # -- parameters ---------------------------------------------------------------------------------

@@ -224,8 +224,12 @@ class Conductor:
                 self.rounds.abort(Excluded("its loop has ended, and others go on"))
                 self.over = True
                 return
-            if not self._pause():
+            if self._pause():
+                continue
+            if not isinstance(self._pending, Task):
                 return
+            more, self._pending = self._pending, None
+            self._plan(more)  # of somebody who has died; this turn is still owed
         self.rounds.contribute(turn.task, self.nothing, weight=0.0, ranges=turn.ranges)
 
     def _all_leave(self) -> bool:
@@ -255,7 +259,7 @@ class Conductor:
     def _plan(self, task: Task) -> None:
         most = self.agenda.most_of(self.base.openings.count(task.round))
         pieces = task.ranges.pieces([most] * -(-len(task.ranges) // most))
-        self._todo = deque(self._turn(task.round, piece, task) for piece in pieces)
+        self._todo.extend(self._turn(task.round, piece, task) for piece in pieces)
         self._todo[-1].last = True
 
     def _turn(self, number: int, ranges: Ranges, task: Task | None = None) -> Turn:
