@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,11 +20,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 import manyhands as mh
-from manyhands.core.errors import ManyhandsError, UsageError
+from manyhands.core.errors import LinkTimeout, ManyhandsError, UsageError
+from manyhands.core.peers import PeerState
 from tests.replica.loops import (
     ALONE,
     BATCH,
     CLASSES,
+    COMING_S,
     EPOCHS,
     FEATURES,
     SEED,
@@ -530,6 +533,44 @@ def test_a_loop_that_ends_while_the_last_of_the_others_dies():
     _, errors = gather(Recipe(loop), TWO)
     assert [str(error) for error in errors.values()] == ["dies"]
     leaving[0].join()
+
+
+def test_a_loop_that_ends_before_a_newcomer_is_taken_in():
+    """It is the only member, and the other waits for the round that it does not compute."""
+    going, over = threading.Event(), []
+
+    def come(view):
+        return len(view.peers(PeerState.ACTIVE)) == 2
+
+    def loop(run, model, optimizer, loader, *, stays):
+        rounds = run._session.conductor.rounds
+        while run.round < 100:
+            for batch in loader:
+                if not stays:
+                    going.set()
+                    with suppress(LinkTimeout):
+                        rounds.outlook.wait_for_view(come, COMING_S)
+                    if len(run.roster) == 2 and len(rounds.members) == 1:
+                        return
+                mean_loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def peer(name):
+        model = net()
+        with mh.join("local:///taken-in-by-nobody", name=name) as run:
+            given = run.wrap(model, adam(model), DataLoader(Points(), BATCH))
+            loop(run, *given[:3], stays=name == "second")
+        over.append((name, run.round >= 100))
+
+    threads = [threading.Thread(target=peer, args=(n,), daemon=True) for n in ("first", "second")]
+    threads[0].start()
+    assert going.wait(30)
+    threads[1].start()
+    threads[0].join(30)
+    assert over == [("first", False)]
+    threads[1].join(30)
+    assert over == [("first", False), ("second", True)]
 
 
 # -- parameters ---------------------------------------------------------------------------------

@@ -216,11 +216,13 @@ class Conductor:
         """Nobody computes here any more. If all leave, the round is empty; else others redo it.
 
         Whoever goes on gives to the round, and waits for this peer. One that adds up nothing would
-        not see that, and is not needed to end the run.
+        not see that, and is not needed to end the run. If only followers go on, nobody gives: they
+        wait for a round that takes them in.
         """
         assert turn.task is not None
-        while not self._all_leave():
-            if self.rounds.outlook.given or not self.rounds.outlook.owns:
+        outlook = self.rounds.outlook
+        while active := self._active():
+            if outlook.given or not outlook.owns or active.isdisjoint(self.rounds.members):
                 self.rounds.abort(Excluded("its loop has ended, and others go on"))
                 self.over = True
                 return
@@ -232,9 +234,11 @@ class Conductor:
             self._plan(more)  # of somebody who has died; this turn is still owed
         self.rounds.contribute(turn.task, self.nothing, weight=0.0, ranges=turn.ranges)
 
-    def _all_leave(self) -> bool:
+    def _active(self) -> set[int]:
+        """Who does not leave."""
         view = self.rounds.view
-        return view is not None and not view.peers(PeerState.ACTIVE)
+        assert view is not None, "a turn comes after the first view"
+        return {peer.incarnation for peer in view.peers(PeerState.ACTIVE)}
 
     def close(self) -> None:
         """Let go of the run. Idempotent."""
