@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from manyhands.data.fetch import Fetcher, Request, WorkerFetcher
 from manyhands.data.source import Source
@@ -116,3 +116,17 @@ def test_only_what_was_asked_for_fails():
         working.close()
         assert not multiprocessing.active_children()
         gc.enable()
+
+
+@pytest.mark.parametrize("positions", [(3,), (5, 1, 30)], ids=["one", "several"])
+@pytest.mark.parametrize("chosen", [None, list(range(SIZE, 0, -1))], ids=["all", "chosen"])
+def test_tensors_come_as_if_collated_sample_by_sample(positions, chosen):
+    images = torch.rand(SIZE + 1, 4, 5, 3).permute(0, 3, 1, 2)  # not in the order of its memory
+    tensors = TensorDataset(images, torch.arange(SIZE + 1), torch.rand(SIZE + 1, 2) > 0.5)
+    data = DataLoader(tensors, 8, sampler=chosen)
+    source, request = Source.of(data), Request(0, positions)
+    expected = [tensors[source.number(position)] for position in positions]
+    batch = Fetcher(source, seed=5).fetch(request)
+    for got, wanted in zip(batch, data.collate_fn(expected), strict=True):
+        assert torch.equal(got, wanted)
+        assert (got.dtype, got.stride()) == (wanted.dtype, wanted.stride())

@@ -19,6 +19,7 @@ from tests.replica.loops import (
     BATCH,
     EPOCHS,
     FEATURES,
+    SIZE,
     THREE,
     TWO,
     Points,
@@ -154,6 +155,51 @@ def test_it_leaves_no_trace(speeds):
     compare(Recipe(evaluating, model=Moving, options={"evaluation": held_out()}), speeds)
 
 
+class Average:
+    """Of the weights. It takes the tensors that it is given, as many do."""
+
+    def __init__(self, model):
+        self._of, self.values = model, [p.detach().clone() for p in model.parameters()]
+
+    def update(self):
+        for mine, p in zip(self.values, self._of.parameters(), strict=True):
+            mine.lerp_(p.detach(), 0.1)
+
+    def state_dict(self):
+        return {"values": self.values}
+
+    def load_state_dict(self, state_dict):
+        self.values = state_dict["values"]
+
+
+def test_in_inference_mode(speeds):
+    """What is undone after it can be trained on."""
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        for _ in range(EPOCHS):
+            for batch in loader:
+                mean_loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                hand.things["average"].update()
+            if not hand.alone:
+                with torch.inference_mode():
+                    for x, y, _ in hand.evaluation:
+                        mean_loss(model, (x, y))
+
+    def things(model):
+        return {"average": Average(model)}
+
+    *peers, plain = compare(
+        Recipe(loop, model=Moving, things=things, options={"evaluation": held_out()}), speeds
+    )
+    for kit in peers:
+        for mine, theirs in zip(
+            kit.things["average"].values, plain.things["average"].values, strict=True
+        ):
+            torch.testing.assert_close(mine, theirs)
+
+
 def test_one_sample_is_for_one_peer():
     seen = []
 
@@ -167,6 +213,23 @@ def test_one_sample_is_for_one_peer():
 
     together(Recipe(loop, options={"evaluation": held_out(size=1)}), THREE)
     assert seen == [0] * EPOCHS
+
+
+def test_its_means_are_not_those_of_the_round_after_it(speeds):
+    """That has the same number: so many came before either."""
+    told = {}
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        mine = told.setdefault(hand.name, [])
+        hand.on_round(lambda closed: mine.append(set(closed.means)))
+        for _ in range(EPOCHS):
+            train(hand, model, optimizer, loader)
+            for _ in hand.evaluation:
+                hand.mean(2.5, "score")
+
+    together(Recipe(loop, options={"evaluation": held_out()}), speeds)
+    rounds = EPOCHS * -(-SIZE // BATCH)
+    assert all(mine == [{"loss"}] * rounds for mine in told.values())
 
 
 def test_nothing_said_is_nothing_known():

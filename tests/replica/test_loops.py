@@ -7,6 +7,8 @@ import math
 import pickle
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,11 +20,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 import manyhands as mh
-from manyhands.core.errors import ManyhandsError, UsageError
+from manyhands.core.errors import LinkTimeout, ManyhandsError, UsageError
+from manyhands.core.peers import PeerState
 from tests.replica.loops import (
     ALONE,
     BATCH,
     CLASSES,
+    COMING_S,
     EPOCHS,
     FEATURES,
     SEED,
@@ -35,6 +39,7 @@ from tests.replica.loops import (
     alone,
     check,
     compare,
+    gather,
     mean_loss,
     net,
     together,
@@ -338,6 +343,42 @@ def test_rounds_that_count_nothing_at_all(speeds):
     compare(Recipe(loop, scheduler=lambda o: StepLR(o, 1, gamma=0.5)), speeds)
 
 
+def test_an_epoch_that_ends_with_a_round_that_counts_nothing(speeds):
+    """It is over all the same: its schedule goes on, and its last body has left no trace."""
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        for _ in range(EPOCHS):
+            for x, y in loader:
+                mute = (hand.round + 1) % (ROUNDS // EPOCHS) == 0
+                if hand.alone and mute:
+                    continue
+                hand.weight(0 if mute else len(y))
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+
+    recipe = Recipe(loop, model=Averaging, scheduler=lambda o: StepLR(o, 1, gamma=0.5))
+    compare(recipe, speeds)
+
+
+def test_a_loop_that_is_broken_off_within_a_round():
+    model = Averaging()
+    optimizer, closed = adam(model), []
+    with mh.join() as run:
+        data = DataLoader(Points(), BATCH)
+        _, _, loader, _ = run.wrap(model, optimizer, data, max_pass=BATCH // 2)
+        for batch in loader:
+            mean_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.round == 1 and not run.round_closed:
+                assert run.digest() != closed[0]  # buffers
+                break
+            closed = [run.digest()]
+    assert run.digest() == closed[0]
+
+
 def test_a_loss_that_is_a_sum(speeds):
     """p.grad is the mean over the samples, whatever their share; buffers are means too."""
 
@@ -458,6 +499,78 @@ def test_all_stop_early_by_a_common_number():
 
     *_, plain = compare(Recipe(loop), TWO)
     assert 1 < len(plain.losses) < ROUNDS
+
+
+def test_a_loop_that_ends_while_the_last_of_the_others_dies():
+    """What that had of the round comes to it while it waits for what the others do."""
+    ended, leaving = threading.Event(), []
+
+    def leave_late(rounds):
+        """Its word comes to the meeting point after the death of the other."""
+        leave = rounds.leave
+
+        def wait_and_leave(finished):
+            rounds.outlook.wait_for_view(lambda view: len(view.roster) == 1, 30)
+            leave(finished=finished)
+
+        def begin(finished):
+            leaving.append(threading.Thread(target=wait_and_leave, args=(finished,)))
+            leaving[0].start()
+            ended.set()
+
+        rounds.leave = begin
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        for batch in loader:
+            if hand.round == 2 and hand.is_leader:  # it adds up, and sees what others give
+                leave_late(hand._session.conductor.rounds)
+                return
+            if hand.round == 2:
+                assert ended.wait(30)
+                raise RuntimeError("dies")
+            body(hand, model, optimizer, batch)
+
+    _, errors = gather(Recipe(loop), TWO)
+    assert [str(error) for error in errors.values()] == ["dies"]
+    leaving[0].join()
+
+
+def test_a_loop_that_ends_before_a_newcomer_is_taken_in():
+    """It is the only member, and the other waits for the round that it does not compute."""
+    going, over = threading.Event(), []
+
+    def come(view):
+        return len(view.peers(PeerState.ACTIVE)) == 2
+
+    def loop(run, model, optimizer, loader, *, stays):
+        rounds = run._session.conductor.rounds
+        while run.round < 100:
+            for batch in loader:
+                if not stays:
+                    going.set()
+                    with suppress(LinkTimeout):
+                        rounds.outlook.wait_for_view(come, COMING_S)
+                    if len(run.roster) == 2 and len(rounds.members) == 1:
+                        return
+                mean_loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def peer(name):
+        model = net()
+        with mh.join("local:///taken-in-by-nobody", name=name) as run:
+            given = run.wrap(model, adam(model), DataLoader(Points(), BATCH))
+            loop(run, *given[:3], stays=name == "second")
+        over.append((name, run.round >= 100))
+
+    threads = [threading.Thread(target=peer, args=(n,), daemon=True) for n in ("first", "second")]
+    threads[0].start()
+    assert going.wait(30)
+    threads[1].start()
+    threads[0].join(30)
+    assert over == [("first", False)]
+    threads[1].join(30)
+    assert over == [("first", False), ("second", True)]
 
 
 # -- parameters ---------------------------------------------------------------------------------

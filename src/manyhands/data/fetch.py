@@ -138,7 +138,7 @@ class Fetcher:
         """The batch."""
         if self._tensors is not None:
             rows = self._spots.places(request)
-            return [tensor[rows] for tensor in self._tensors]
+            return [tensor[rows].contiguous() for tensor in self._tensors]  # as collate has them
         with generators_kept():
             return self._collate(self._reading.__getitems__(self._spots.of(request)))
 

@@ -216,21 +216,29 @@ class Conductor:
         """Nobody computes here any more. If all leave, the round is empty; else others redo it.
 
         Whoever goes on gives to the round, and waits for this peer. One that adds up nothing would
-        not see that, and is not needed to end the run.
+        not see that, and is not needed to end the run. If only followers go on, nobody gives: they
+        wait for a round that takes them in.
         """
         assert turn.task is not None
-        while not self._all_leave():
-            if self.rounds.outlook.given or not self.rounds.outlook.owns:
+        outlook = self.rounds.outlook
+        while active := self._active():
+            if outlook.given or not outlook.owns or active.isdisjoint(self.rounds.members):
                 self.rounds.abort(Excluded("its loop has ended, and others go on"))
                 self.over = True
                 return
-            if not self._pause():
+            if self._pause():
+                continue
+            if not isinstance(self._pending, Task):
                 return
+            more, self._pending = self._pending, None
+            self._plan(more)  # of somebody who has died; this turn is still owed
         self.rounds.contribute(turn.task, self.nothing, weight=0.0, ranges=turn.ranges)
 
-    def _all_leave(self) -> bool:
+    def _active(self) -> set[int]:
+        """Who does not leave."""
         view = self.rounds.view
-        return view is not None and not view.peers(PeerState.ACTIVE)
+        assert view is not None, "a turn comes after the first view"
+        return {peer.incarnation for peer in view.peers(PeerState.ACTIVE)}
 
     def close(self) -> None:
         """Let go of the run. Idempotent."""
@@ -255,7 +263,7 @@ class Conductor:
     def _plan(self, task: Task) -> None:
         most = self.agenda.most_of(self.base.openings.count(task.round))
         pieces = task.ranges.pieces([most] * -(-len(task.ranges) // most))
-        self._todo = deque(self._turn(task.round, piece, task) for piece in pieces)
+        self._todo.extend(self._turn(task.round, piece, task) for piece in pieces)
         self._todo[-1].last = True
 
     def _turn(self, number: int, ranges: Ranges, task: Task | None = None) -> Turn:

@@ -112,9 +112,9 @@ class Gradients:
     def undo_buffers(self) -> None:
         """Buffers are as they were when the round began."""
         for slot, before in zip(self._buffers, self._before, strict=True):
-            slot.tensor.copy_(before)
+            slot.restore(before)
         for slot, before in zip(self._others, self._before_others, strict=True):
-            slot.tensor.copy_(before)
+            slot.restore(before)
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -299,6 +299,13 @@ class _Slot(NamedTuple):
     def copied(self) -> Tensor:
         """As it is now."""
         return self.tensor.clone(memory_format=torch.contiguous_format)
+
+    def restore(self, value: Tensor) -> None:
+        """A tensor that was put there in torch's inference mode takes no values outside of it."""
+        if self.tensor.is_inference():
+            setattr(self.module, self.name, value.clone())
+        else:
+            self.tensor.copy_(value)
 
     def set(self, value: Tensor) -> None:
         """Unless it is that: a graph may refer to a constant. (A GPU is not waited for.)"""

@@ -22,6 +22,9 @@ from manyhands.replica.gradients import Gradients
 from manyhands.replica.scalars import Scalars
 from manyhands.replica.state import Stateful
 
+# A loop may evaluate in torch's inference mode; what is made of the state there is trained on.
+_outside_inference = torch.inference_mode(mode=False)
+
 
 def seed_of_pass(seed: int, round_: int, first: int | None) -> int:
     """Where the random numbers of a pass begin: that over units from `first` on, or with None of
@@ -79,14 +82,14 @@ class Replica:
 
     # -- between two bodies ---------------------------------------------------------------------
 
+    @_outside_inference
     def next_turn(self) -> Turn | None:
         """End the last body, and see what comes next; `begin` it before its body."""
         self.settle()
-        if self._dirty:
-            self._undo()
         self.between(self._conductor.base.applied)
         return self._conductor.next_turn()
 
+    @_outside_inference
     def begin(self, turn: Turn) -> None:
         """Its body comes now."""
         assert self._backward is not None
@@ -105,10 +108,13 @@ class Replica:
     def abandon(self) -> Turn | None:
         """The loop has ended, perhaps within a body: that one's turn, which others are to redo."""
         turn, self._turn = self._turn, None
-        if turn is None or turn.ended:
-            return None
-        self._gradients.undo()
-        self._undo()
+        if turn is not None and turn.ended:
+            turn = None
+        if turn is not None:
+            self._gradients.undo()
+            self._dirty = True
+        if self._dirty:
+            self._undo()
         return turn
 
     def replaced(self) -> None:
@@ -123,16 +129,27 @@ class Replica:
         for name, thing in self._undone.items():
             thing.load_state_dict(deepcopy(self._began[name]))
 
+    @_outside_inference
     def settle(self) -> None:
-        """The body is over. One that ran no backward gives nothing; the round needs its word."""
+        """The body is over, and undone if nothing is learnt from it.
+
+        If its round is over too, steps act until the next one begins: an epoch may end with it.
+        """
         turn, self._turn = self._turn, None
-        if turn is None or turn.ended:
-            return
+        if turn is not None and not turn.ended:
+            self._end(turn)
+        if self._dirty:
+            self._undo()
+        if turn is not None and turn.committed is not None:
+            self._gate.open = True
+
+    def _end(self, turn: Turn) -> None:
+        """A body that ran no backward gives nothing; the round needs its word."""
         self._gradients.undo()
-        if turn.evaluates:
-            self._settle_evaluation(turn)
-            return
         self._dirty = True
+        if turn.evaluates:
+            self._end_evaluation(turn)
+            return
         if turn.committed is not None and turn.committed.weight == 0.0:
             self._apply_nothing(turn, turn.committed)
             return
@@ -160,17 +177,15 @@ class Replica:
         """Whether steps act: the last body has closed its round."""
         return self._gate.open
 
-    def _settle_evaluation(self, turn: Turn) -> None:
-        """Whatever it has changed is undone, and what was said of it counts."""
+    def _end_evaluation(self, turn: Turn) -> None:
+        """What was said of it counts."""
         committed = turn.committed
         if turn.task is not None:
             unused = [False] * self._gradients.num_tensors
             self._scalars.end_pass(turn.task.generation, self._weight_of(turn), unused)
             committed = self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
-        self._undo()
         if committed is not None:
             self._apply_nothing(turn, committed)
-            self._gate.open = True  # what follows belongs to the epoch that ends with it
 
     # -- inside a body --------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class Scalars:
         self._reported: dict[str, float] = {}  # those of them that the round under way has
         self.known: dict[str, tuple[int, float]] = {}  # by name: the newest round, and its mean
         self.agreed: dict[str, tuple[int, float]] = {}  # the same of words
+        self.latest: dict[str, float] = {}  # the means of the last round, or evaluation
 
     # -- what is said ---------------------------------------------------------------------------
 
@@ -170,6 +171,7 @@ class Scalars:
             heard, self._reported = self._reported, {}
             # What was said since, without samples after the report has gone, is for the next.
             self._words = {n: w for n, w in self._words.items() if heard.get(n) is not w}
+        self.latest = {}
         if not notes:
             return [True] * num_tensors
         try:
@@ -177,8 +179,10 @@ class Scalars:
         except msgspec.DecodeError as error:
             raise Malformed(f"the notes of round {round_} are none: {error}") from None
         for name, late, total, weight in found.lines:
-            at = round_ - 1 if late else round_
-            self.known[name] = (at, total / weight if weight else math.nan)
+            mean = total / weight if weight else math.nan
+            self.known[name] = (round_ - 1 if late else round_, mean)
+            if not late:
+                self.latest[name] = mean
         for name, word in found.words.items():
             self.agreed[name] = (round_, word)
         used = int.from_bytes(found.used, "little")

@@ -259,12 +259,11 @@ class Session:
             return
         name_of = self.conductor.rounds.name_of
         shares = ((name_of(s.peer), s.ranges) for s in committed.sums[0].contributions)
-        means = {n: mean for n, (at, mean) in self.scalars.known.items() if at == number}
         closed = RoundClosed(
             round=number,
             weight=committed.weight * self._calendar.num_samples(number),
             shares={peer: ranges for peer, ranges in shares if peer is not None},
-            means=means,
+            means=dict(self.scalars.latest),
         )
         for listener in self.listeners:
             listener(closed)
