@@ -197,20 +197,25 @@ def ledger(closed: mh.RoundClosed) -> dict:
     return {"counted": closed.round, "spans": spans, "members": len(closed.shares)}
 
 
-def play(child: Any) -> None:
-    """As a process that a test has forked."""
+def dial_by_points(child: Any) -> None:
+    """What this process sends passes by its points; it says when it is in the roster."""
     from manyhands.replica import session
     from tests.collectives.rounds_peer import Trip
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     dial = session.dial
 
     def dial_as_told(*where: Any) -> Trip:
         trip = Trip(dial(*where), child.orders["points"], child.reached)
-        child.say({"dialed": trip.me.name})  # it is in the roster
+        child.say({"dialed": trip.me.name})
         return trip
 
     session.dial = dial_as_told
+
+
+def play(child: Any) -> None:
+    """As a process that a test has forked."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    dial_by_points(child)
     train(child, **child.orders["train"])
 
 

@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import manyhands as mh
 from manyhands.observe.loggers import JsonLines
-from manyhands.replica import session
-from tests.collectives.rounds_peer import Trip
 from tests.replica import training
 from tests.replica.training import BATCH, GRAIN, SEED, Points, criterion, make, shadow
 
@@ -113,8 +111,7 @@ def train(
 
 
 def play(child: Any) -> None:
-    dial = session.dial
-    session.dial = lambda *where: Trip(dial(*where), child.orders["points"], child.reached)
+    training.dial_by_points(child)
     train(child, **child.orders["train"])
 
 

@@ -144,6 +144,8 @@ class Conductor:
                 return self._todo.popleft()
             outcome = self._next()
             match outcome:
+                case Task() if outcome.round < self.base.applied:
+                    pass  # it was told late, and the round was committed without it
                 case Task() if self.base.openings.is_opening(outcome.round):
                     self._open(outcome)
                 case Task():
