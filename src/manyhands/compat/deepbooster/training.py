@@ -164,7 +164,9 @@ class Training:
     # -- the beginning ----------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """Wait until all trainers are here, or the first of them has begun since they were."""
+        """Wait until all trainers are here, or the first of them has begun since they were, or
+        this one's link has ended.
+        """
         said_s = time.monotonic()
         while True:
             view = self._rounds.view
@@ -184,6 +186,8 @@ class Training:
                 if time.monotonic() - said_s > _SAY_S:
                     said_s = time.monotonic()
                     log.warning("waiting for %s: started and ignited?", ", ".join(missing))
+            if self._rounds.outlook.stopped:
+                return  # `run` says why
             time.sleep(_TICK_S)  # a view is no outcome, so there is no event
 
     def _maybe_found(self, view: View) -> None:
