@@ -45,10 +45,10 @@ class Launcher:
 def split(data: Path, num: int) -> list[Path]:
     """The lines of `data`, dealt round-robin into `num` files beside it. Raises ChunkError."""
     chunks = [data.with_name(f"{place}.chunk") for place in range(num)]
-    if data in chunks:
-        raise UsageError(f"{data} would be replaced by a chunk of itself", hint="rename it")
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_lines(data))
+        if any(chunk.exists() and chunk.samefile(data) for chunk in chunks):  # by a link, too
+            raise UsageError(f"{data} would be replaced by a chunk of itself", hint="rename it")
         writing = [stack.enter_context(_unnamed_yet(data.parent)) for _ in chunks]
         for place, line in enumerate(scan(source, data)):
             writing[place % num].write(line.text.rstrip(b"\r\n") + b"\n")
