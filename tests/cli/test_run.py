@@ -647,6 +647,21 @@ def test_nohup_is_heeded(launch):
     assert out.count("got SIGTERM") == 2
 
 
+def test_streams_that_came_closed(launch, tmp_path):
+    """What is said must not go into whatever gets their numbers next: signals, for one."""
+    text = f"import os\nopen(os.path.join({str(tmp_path)!r}, os.environ['MANYHANDS_NAME']), 'x')\n"
+    launcher = launch(
+        text + "print('hello')\n",
+        *("-n", "2"),
+        stdout=None,
+        stderr=None,
+        preexec_fn=lambda: os.closerange(0, 3),
+        env={**os.environ, "MANYHANDS_NAME": "copy"},
+    )
+    assert launcher.process.wait(WAIT_S) == 0
+    assert sorted(path.name for path in tmp_path.glob("copy-*")) == ["copy-0", "copy-1"]
+
+
 def test_when_nobody_reads_any_more(launch, tmp_path):
     """As `manyhands run ... | head` does: all are asked to leave."""
     text = COUNT_SIGNALS.replace("while not got: signal.pause()", "while not got: print('more')")

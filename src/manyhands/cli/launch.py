@@ -117,6 +117,10 @@ class Output:
     def __init__(self, *, events: bool) -> None:
         self.events = events
         self._lost: set[int] = set()
+        # One that came closed (`>&-`) would be the number of the next socket, and get the words.
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= _ERR:
+            pass
+        os.close(fd)
 
     @property
     def lost(self) -> bool:
