@@ -647,6 +647,21 @@ def test_nohup_is_heeded(launch):
     assert out.count("got SIGTERM") == 2
 
 
+def test_a_full_disk_is_named(launch):
+    with open("/dev/full", "wb") as full:
+        launcher = launch(SLEEP, "-n", "2", stdout=full)
+        _, err = launcher.process.communicate(timeout=WAIT_S)
+    assert launcher.process.returncode == 128 + signal.SIGHUP
+    assert b"stdout takes no more: No space left on device" in err
+
+
+def test_arguments_that_are_no_text(launch):
+    text = "import os, sys\nos.write(1, os.fsencode(sys.argv[1]))\n"
+    launcher = launch(text, "-n", "2", arguments=[b"caf\xe9"], stderr=subprocess.DEVNULL)
+    out, _ = launcher.process.communicate(timeout=WAIT_S)
+    assert (launcher.process.returncode, out.count(b"caf\xe9")) == (0, 2)
+
+
 def test_streams_that_came_closed(launch, tmp_path):
     """What is said must not go into whatever gets their numbers next: signals, for one."""
     text = f"import os\nopen(os.path.join({str(tmp_path)!r}, os.environ['MANYHANDS_NAME']), 'x')\n"

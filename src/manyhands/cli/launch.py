@@ -134,7 +134,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """A word of the launcher's own."""
-        self.pass_on(_ERR, b"manyhands: ", [text.encode()])
+        self.pass_on(_ERR, b"manyhands: ", [os.fsencode(text)])
 
     def event(self, kind: str, **facts: object) -> None:
         """Something that happened, for programs."""
@@ -149,8 +149,10 @@ class Output:
                 data = data[os.write(fd, data) :]
             except BlockingIOError:  # another program has made our terminal non-blocking
                 select.select([], [fd], [])
-            except OSError:  # a closed pipe, a terminal that is gone
+            except OSError as error:  # a closed pipe, a terminal that is gone, a full disk
                 self._lost.add(fd)
+                if fd == _OUT:
+                    self.say(f"stdout takes no more: {error.strerror}")
 
 
 class Signals:
