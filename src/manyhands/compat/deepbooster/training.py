@@ -250,11 +250,18 @@ class Training:
                 if schedule.step >= len(self._dataset):
                     return False
                 if not again:
-                    used = self._learner.compute(*self._dataset[schedule.step])
-                    self._standing = msgspec.structs.replace(self._standing, used=used)
+                    self._compute(schedule.step)
                 return True
             case Phase.INTRODUCE | Phase.DONE:
                 return False
+
+    def _compute(self, line: int) -> None:
+        try:
+            used = self._learner.compute(*self._dataset[line])
+        except Exception as error:
+            error.add_note(f"at {self._dataset.where(line)}")
+            raise
+        self._standing = msgspec.structs.replace(self._standing, used=used)
 
     def _take(self, committed: Committed) -> None:
         schedule, phase, epoch = self._schedule, self._schedule.phase, self._schedule.epoch
