@@ -44,9 +44,7 @@ def test_who_waits_for_others_hears_that_its_link_has_ended(tmp_path):
     dataset = Dataset(write_chunk(tmp_path / "chunk.jsonl", random_lines(1, 3)), torch.Tensor)
     mail, errors = Mail(), list[BaseException]()
     with Hub("127.0.0.1:0") as hub:
-        link = dial(
-            replace(hub.near, run="r"), new_peer("a"), LinkSettings(outage_s=0.5), mail
-        )
+        link = dial(replace(hub.near, run="r"), new_peer("a"), LinkSettings(outage_s=0.5), mail)
         training = Training(link, mail, learner(), dataset, names=["a", "b"], n_epoch=1)
 
         def run() -> None:
