@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import warnings
 
 import pytest
@@ -76,6 +77,21 @@ def test_optimizers_that_have_gone_different_ways_do_not_fit_together():
     assert settings(2) == settings(2)
     assert len({settings(0), settings(2), settings(3), settings(2, torch.tensor(0.2))}) == 4
     assert settings(0, torch.tensor(0.2)) != settings(0, torch.tensor(0.1))
+
+
+def test_chunks_that_cannot_be_written(tmp_path):
+    data = tmp_path / "all.jsonl"
+    data.write_bytes(b'{"input": 1, "label": 1}\n' * 2000)
+    (tmp_path / "0.chunk").write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(deepbooster.ChunkError, match=r"cannot be written to .*too large"):
+            split(data, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["0.chunk", "all.jsonl"]
+    assert (tmp_path / "0.chunk").read_text() == "old"
 
 
 @pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
