@@ -47,6 +47,14 @@ def test_a_tensor_file_cut_short(damaged):
     assert "bytes" in reason_of(store, manifest)
 
 
+def test_links_that_lead_nowhere_hide_nothing(tmp_path):
+    store = Store(tmp_path)
+    (tmp_path / "latest").symlink_to("latest")  # round and round
+    (tmp_path / "gone").symlink_to("nowhere")
+    store.save(checkpoint_of(1))
+    assert same(store.load().checkpoint, checkpoint_of(1))
+
+
 def test_a_tensor_file_with_a_flipped_bit(damaged):
     store, manifest, tensors = damaged
     whole = tensors.read_bytes()

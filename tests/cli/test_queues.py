@@ -47,6 +47,9 @@ def test_setup_list_purge(broker, names):
     code, out, err = queues("list", "--url", url, names[0])
     assert (code, out) == (1, f"{names[0]}: is not there\n")
     assert "manyhands queues setup" in err
+    code, _, err = queues("list", "--url", url, "a b;c", "ü")
+    assert code == 1
+    assert "manyhands queues setup 'a b;c' 'ü'" in err  # to be pasted
     code, out, err = queues("setup", "--json", "--url", url, *names)
     assert (code, err) == (0, "")
     assert json.loads(out) == {"made": names, "bound": names, "user": []}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 
 import psutil
@@ -124,6 +127,11 @@ def wait_gone(pids):
     while not (gone := not any(map(alive, pids))) and time.monotonic() < deadline:
         time.sleep(0.02)
     return gone
+
+
+def waiting_in(pipe):
+    """Bytes that nobody has read."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def alive(pid):
@@ -645,6 +653,62 @@ def test_nohup_is_heeded(launch):
     code, out, err = launcher.end()
     assert code == 143, err
     assert out.count("got SIGTERM") == 2
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_reader_that_does_not_read_keeps_no_signal_from_the_copies(launch, tmp_path, both):
+    text = (
+        f"import os\nopen(os.path.join({str(tmp_path)!r}, os.environ['MANYHANDS_NAME']), 'x')"
+        ".write(str(os.getpid()))\nwhile True: print('x' * 1000)\n"
+    )
+    launcher = launch(
+        text,
+        *("-n", "2"),
+        stderr=subprocess.STDOUT if both else subprocess.DEVNULL,
+        env={**os.environ, "MANYHANDS_NAME": "copy"},
+    )
+    pipe = launcher.process.stdout.fileno()
+    full = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - select.PIPE_BUF
+    deadline_s = time.monotonic() + WAIT_S
+    copies = []
+    while waiting_in(pipe) < full or len(copies) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+        copies = [int(pid) for path in tmp_path.glob("copy-*") if (pid := path.read_text())]
+    launcher.process.send_signal(signal.SIGTERM)
+    assert wait_gone(copies)
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.process.wait(WAIT_S) == 128 + signal.SIGTERM
+
+
+def test_a_full_disk_is_named(launch):
+    with open("/dev/full", "wb") as full:
+        launcher = launch(SLEEP, "-n", "2", stdout=full)
+        _, err = launcher.process.communicate(timeout=WAIT_S)
+    assert launcher.process.returncode == 128 + signal.SIGHUP
+    assert b"stdout takes no more: No space left on device" in err
+
+
+def test_arguments_that_are_no_text(launch):
+    text = "import os, sys\nos.write(1, os.fsencode(sys.argv[1]))\n"
+    launcher = launch(text, "-n", "2", arguments=[b"\xe9t\xe9"], stderr=subprocess.DEVNULL)
+    out, _ = launcher.process.communicate(timeout=WAIT_S)
+    assert (launcher.process.returncode, out.count(b"\xe9t\xe9")) == (0, 2)
+
+
+def test_streams_that_came_closed(launch, tmp_path):
+    """What is said must not go into whatever gets their numbers next: signals, for one."""
+    text = f"import os\nopen(os.path.join({str(tmp_path)!r}, os.environ['MANYHANDS_NAME']), 'x')\n"
+    launcher = launch(
+        text + "print('hello')\n",
+        *("-n", "2"),
+        stdout=None,
+        stderr=None,
+        preexec_fn=lambda: os.closerange(0, 3),
+        env={**os.environ, "MANYHANDS_NAME": "copy"},
+    )
+    assert launcher.process.wait(WAIT_S) == 0
+    assert sorted(path.name for path in tmp_path.glob("copy-*")) == ["copy-0", "copy-1"]
 
 
 def test_when_nobody_reads_any_more(launch, tmp_path):

@@ -2,7 +2,9 @@
 
 import gc
 import multiprocessing
+import os
 import random
+import signal
 
 import pytest
 import torch
@@ -28,6 +30,13 @@ class Poisoned(Noisy):
     def __getitem__(self, index):
         if index == 7:
             raise ValueError("sample 7 cannot be read")
+        return super().__getitem__(index)
+
+
+class Deadly(Noisy):
+    def __getitem__(self, index):
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
 
@@ -130,3 +139,23 @@ def test_tensors_come_as_if_collated_sample_by_sample(positions, chosen):
     for got, wanted in zip(batch, data.collate_fn(expected), strict=True):
         assert torch.equal(got, wanted)
         assert (got.dtype, got.stride()) == (wanted.dtype, wanted.stride())
+
+
+def test_a_worker_that_dies_of_a_guess_does_not_shift_the_batches():
+    """torch passes over what it was reading, so all that comes later would be another's."""
+    places = Fetcher(source_of(Noisy()), seed=5).fetch(Request(0, tuple(range(SIZE))))
+    bad = next(p for p, sample in enumerate(places) if sample[0] == 7)
+    guess = lambda request: Request(0, ((request.positions[0] + 1) % SIZE,))  # noqa: E731
+    working = WorkerFetcher(source_of(Deadly(), workers=2), 5, guess)
+    asked = [p % SIZE for p in range(bad - 2, bad + 8) if p % SIZE != bad]
+    died = 0
+    try:
+        for position in asked:
+            try:
+                assert working.fetch(Request(0, (position,)))[0][0] == places[position][0]
+            except RuntimeError as error:
+                assert "worker" in str(error)  # noqa: PT017
+                died += 1
+    finally:
+        working.close()
+    assert died

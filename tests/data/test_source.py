@@ -7,6 +7,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -23,6 +24,13 @@ DATA = TensorDataset(torch.arange(20))
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(5))
+
+
+class Longest(SequentialSampler):
+    """What people make of torch's samplers: the order is in its own `__iter__`."""
+
+    def __iter__(self):
+        return iter([19, 0])
 
 
 class Unsized(Dataset):
@@ -86,6 +94,7 @@ def test_a_data_set_with_a_batch():
         (DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * 20, 20)), "WeightedRandom"),
         (DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)), "RandomSampler"),
         (DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 0)), "DistributedSampler"),
+        (DataLoader(DATA, 4, sampler=Longest(DATA)), "a Longest says only in its own time"),
         (DataLoader(DATA, batch_size=None), "batch_size=None"),
         (DataLoader(DATA, batch_sampler=Pairs()), "Pairs"),
         (DATA, "has no batch size"),

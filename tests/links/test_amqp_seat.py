@@ -509,6 +509,13 @@ class TestJudging:
         office.tick(TERMS.beat_s, 1.4 * TERMS.beat_s, alive=[A, C])
         assert office.line.told == [(B.incarnation, BeatBack(0))]
 
+    def test_the_arbiter_does_not_answer_itself(self):
+        """When nothing is heard at all, not even itself, it must not go on to judge the others."""
+        office = in_office(A, B)
+        office.line.told.clear()
+        office.tick(0, 3, alive=[])
+        assert {incarnation for incarnation, _ in office.line.told} == {B.incarnation}
+
     def test_a_peer_that_others_miss_has_its_grace(self):
         office = in_office(A, B)
         office.call(A, word=Missing(B.incarnation))

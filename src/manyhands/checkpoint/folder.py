@@ -138,9 +138,14 @@ class LocalFolder:
                 return sizes
             with entries:
                 for entry in entries:
-                    with suppress(FileNotFoundError):  # removed since it was listed
+                    try:
                         if entry.is_file():
                             sizes[entry.name] = entry.stat().st_size
+                    except FileNotFoundError:
+                        pass  # removed since it was listed
+                    except OSError:
+                        if not entry.is_symlink():  # else it leads round, or where we may not
+                            raise
         return sizes
 
     @contextmanager

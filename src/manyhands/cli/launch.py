@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -18,7 +19,7 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType, TracebackType
@@ -116,7 +117,13 @@ class Output:
 
     def __init__(self, *, events: bool) -> None:
         self.events = events
+        self.wait: Callable[[int], bool] = _wait_for_reader
+        """A seam: wait for a reader; whether it takes more now. Raises OSError to give it up."""
         self._lost: set[int] = set()
+        # One that came closed (`>&-`) would be the number of the next socket, and get the words.
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= _ERR:
+            pass
+        os.close(fd)
 
     @property
     def lost(self) -> bool:
@@ -130,7 +137,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """A word of the launcher's own."""
-        self.pass_on(_ERR, b"manyhands: ", [text.encode()])
+        self.pass_on(_ERR, b"manyhands: ", [os.fsencode(text)])
 
     def event(self, kind: str, **facts: object) -> None:
         """Something that happened, for programs."""
@@ -142,11 +149,18 @@ class Output:
         data = memoryview(b"".join(prefix + line + b"\n" for line in lines))
         while data and fd not in self._lost:
             try:
-                data = data[os.write(fd, data) :]
-            except BlockingIOError:  # another program has made our terminal non-blocking
-                select.select([], [fd], [])
-            except OSError:  # a closed pipe, a terminal that is gone
+                if self.wait(fd):
+                    data = data[os.write(fd, data[: select.PIPE_BUF]) :]  # a pipe has room for that
+            except BlockingIOError:
+                pass  # another program has made our terminal non-blocking
+            except OSError as error:  # a closed pipe, a terminal that is gone, a full disk
                 self._lost.add(fd)
+                if fd == _OUT:
+                    self.say(f"stdout takes no more: {error.strerror}")
+
+
+def _wait_for_reader(fd: int) -> bool:
+    return bool(select.select([], [fd], [])[1])
 
 
 class Signals:
@@ -234,6 +248,9 @@ class Crew:
         self._streams: list[Stream] = []
         self._stopped_by: int | None = None
         self._kill_s: float | None = None  # when the grace ends
+        self._killed = False
+        self._some_ended = False  # and are to be reaped, once what is being written is
+        output.wait = self._wait_for_reader
 
     def start(
         self, name: str, command: Sequence[str], environment: dict[str, str], *, alone: bool
@@ -260,19 +277,40 @@ class Crew:
     def wait(self) -> tuple[list[End], int | None]:
         """Until all have ended: how, in that order, and the signal that made them, if one did."""
         while self._children:
-            left_s = None if self._kill_s is None else max(0.0, self._kill_s - time.monotonic())
-            for key, _ in self._selector.select(left_s):
+            for key, _ in self._selector.select(0 if self._some_ended else self._left_s()):
                 key.data()
-            if self._kill_s is not None and time.monotonic() >= self._kill_s:
-                self._kill(f"not gone after {GRACE_S:g} s")
+            if self._some_ended:
+                self._some_ended = False
+                self._reap()
+            self._end_grace()
             if self._output.lost and self._stopped_by is None:
                 self._stop(signal.SIGHUP)  # nobody is there, and nobody can see them work
         return self._ended, self._stopped_by
 
+    def _wait_for_reader(self, fd: int) -> bool:
+        """Whether `fd` takes more. One who does not read keeps no signal from the children, and
+        nobody waits for it once they are killed.
+        """
+        left_s = 0 if self._killed else self._left_s()
+        _, ready, _ = select.select([self._signals], [fd], [], left_s)
+        if not ready and self._killed:
+            raise TimeoutError(errno.ETIMEDOUT, "nobody reads it")
+        if not ready:
+            self._take_signals()
+            self._end_grace()
+        return bool(ready)
+
+    def _left_s(self) -> float | None:
+        return None if self._kill_s is None else max(0.0, self._kill_s - time.monotonic())
+
+    def _end_grace(self) -> None:
+        if self._left_s() == 0:
+            self._kill(f"not gone after {GRACE_S:g} s")
+
     def _take_signals(self) -> None:
         for number in self._signals.take():
             if number == signal.SIGCHLD:
-                self._reap()
+                self._some_ended = True
             elif self._stopped_by is None:
                 self._stop(signal.Signals(number))
             elif number != signal.SIGHUP:  # a terminal that closes may say so twice
@@ -282,21 +320,21 @@ class Crew:
         """Ask the children to leave; not their own children, whom they may need for it."""
         self._stopped_by = number
         self._kill_s = time.monotonic() + GRACE_S
-        self._output.say(
-            f"{number.name}: {len(self._children)} asked to leave; a second signal kills, "
-            f"and so do {GRACE_S:g} s"
-        )
         passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         for child in self._children:
             # Not by Popen, which would reap it: until `_reap` does, its id is its own.
             with contextlib.suppress(ProcessLookupError):  # a zombie, on macOS
                 os.kill(child.process.pid, passed_on)
+        self._output.say(
+            f"{number.name}: {len(self._children)} asked to leave; a second signal kills, "
+            f"and so do {GRACE_S:g} s"
+        )
 
     def _kill(self, why: str) -> None:
-        self._kill_s = None
-        self._output.say(f"{why}: {len(self._children)} killed")
+        self._kill_s, self._killed = None, True
         for child in self._children:
             signal_group(child.process.pid, signal.SIGKILL)
+        self._output.say(f"{why}: {len(self._children)} killed")
 
     def _reap(self) -> None:
         for child in list(self._children):
@@ -346,6 +384,7 @@ class Crew:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._output.wait = _wait_for_reader
         self._selector.close()
         for stream in self._streams:
             stream.pipe.close()

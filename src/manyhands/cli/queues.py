@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Annotated
 
 import typer
@@ -91,7 +92,7 @@ def list_queues(names: Queues, url: Url, json_output: AsJson = False) -> None:
         raise Refused(
             "missing",
             f"not there: {', '.join(missing)}",
-            hint=f"manyhands queues setup {' '.join(missing)}",
+            hint=shlex.join(["manyhands", "queues", "setup", *missing]),
         )
 
 

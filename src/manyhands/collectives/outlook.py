@@ -52,6 +52,12 @@ class Outlook:
                 self._news.wait(timeout_s)
             return self._outcome() is not None
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the engine has ended, with nothing before that left to take."""
+        with self._news:
+            return isinstance(self._outcome(), Stopped)
+
     def _outcome(self) -> Outcome | None:
         return self._outcomes[0] if self._outcomes else None
 

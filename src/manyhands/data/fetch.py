@@ -27,6 +27,7 @@ from manyhands.data.order import Order
 from manyhands.data.source import Source
 
 _BLOCK = 1 << 12  # positions whose places are computed at once: 128 cost a third as much
+_OF_DATA_SET = "in DataLoader worker process"  # what torch puts before an error of the data set
 
 
 class Request(NamedTuple):
@@ -169,7 +170,9 @@ class WorkerFetcher:
         self._batches: Iterator[Any] | None = None
 
     def fetch(self, request: Request) -> Any:  # noqa: ANN401
-        """The batch. Raises what the data set raised, if it was for this one."""
+        """The batch. Raises what the data set raised, if it was for this one; and if a worker died,
+        whatever that was reading.
+        """
         if request not in self._issued:
             self._wanted = request
         if self._batches is None:
@@ -183,6 +186,9 @@ class WorkerFetcher:
                 # torch raises it from a frame that refers to it: that circle would hold the workers
                 # until a garbage collection. What the data set did is in the message.
                 error.__traceback__ = None
+                if _OF_DATA_SET not in str(error):
+                    self.close()  # the loader passes over what a dead worker had: the rest is off
+                    raise
                 if self._issued.popleft() == request:
                     raise
                 continue

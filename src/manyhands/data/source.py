@@ -91,19 +91,22 @@ class Source:
 
 
 def _order_of(sampler: Any) -> dict[str, Any]:  # noqa: ANN401
+    # Of torch's samplers only themselves: a class made from one has an order of its own.
     match sampler:
         case DistributedSampler():
             raise UsageError(
                 "a DistributedSampler shares the samples out, and so does the run",
                 hint="give the DataLoader shuffle=True or False and no sampler",
             )
-        case RandomSampler() if not sampler.replacement and sampler.num_samples == len(
-            sampler.data_source
+        case RandomSampler() if (
+            type(sampler) is RandomSampler
+            and not sampler.replacement
+            and sampler.num_samples == len(sampler.data_source)
         ):
             return {"shuffle": True}
-        case SequentialSampler():
+        case SequentialSampler() if type(sampler) is SequentialSampler:
             return {"shuffle": False}
-        case SubsetRandomSampler():
+        case SubsetRandomSampler() if type(sampler) is SubsetRandomSampler:
             return {"shuffle": True, "chosen": sampler.indices}
         case _ if hasattr(sampler, "__getitem__") and hasattr(sampler, "__len__"):
             return {"shuffle": False, "chosen": sampler}

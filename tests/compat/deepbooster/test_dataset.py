@@ -70,6 +70,25 @@ def test_all_broken_lines_are_named(tmp_path):
     assert ":6:" not in text  # Python writes NaN
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b'{"input": "\xe9t\xe9", "label": 1}',  # Latin-1
+        b'{"input": 1, "label": 1, "\xff": 1}',
+        b'{"input": ' + b"[" * 100_000 + b"]" * 100_000 + b', "label": 1}',
+        b'{"input": "\0", "label": 1}',
+        b'{"input": 1, "label": 1}\0',
+        b'{"input": 1, "label": 1} {"input": 1, "label": 1}',
+    ],
+)
+def test_what_cannot_be_read_later_shows_at_once(tmp_path, broken):
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"input": 1, "label": 1}\r\n' + broken + b"\n")
+    with pytest.raises(ChunkError, match=r"c\.jsonl:2: not JSON") as caught:
+        Dataset(path)
+    assert ":1:" not in str(caught.value)  # Windows writes such a mark at the beginning
+
+
 def test_many_broken_lines(tmp_path):
     path = write(tmp_path / "c.jsonl", *["x"] * 50)
     with pytest.raises(ChunkError, match="and 40 more") as caught:

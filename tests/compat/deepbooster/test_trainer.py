@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import warnings
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 from manyhands.compat import deepbooster
+from manyhands.compat.deepbooster.launcher import split
+from manyhands.compat.deepbooster.learner import Learner
 from manyhands.compat.deepbooster.schedule import shorten
+from manyhands.compat.deepbooster.trainer import _path_in
 from manyhands.core.errors import AddressError, UsageError
 
 
@@ -51,6 +55,57 @@ def test_what_cannot_be(changed, text):
         return
     with pytest.raises(UsageError, match=text):
         trainer(**changed)
+
+
+@pytest.mark.parametrize("body", [b"x" * 300, b"/a" * 3000, b"\xff", b"\0", b"", b"/", b"{}"])
+def test_a_message_that_is_no_path(body):
+    with pytest.raises(deepbooster.ChunkError, match="the message in start_1 is no path"):
+        _path_in(body, "start_1")
+
+
+def test_optimizers_that_have_gone_different_ways_do_not_fit_together():
+    """Equal weights and gradients would not stay equal with them."""
+
+    def settings(steps, lr=0.1):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+        for _ in range(steps):
+            model(torch.rand(3, 2)).sum().backward()
+            optimizer.step()
+        return Learner(model, nn.MSELoss(), optimizer, "cpu").settings(1)
+
+    assert settings(2) == settings(2)
+    assert len({settings(0), settings(2), settings(3), settings(2, torch.tensor(0.2))}) == 4
+    assert settings(0, torch.tensor(0.2)) != settings(0, torch.tensor(0.1))
+
+
+def test_chunks_that_cannot_be_written(tmp_path):
+    data = tmp_path / "all.jsonl"
+    data.write_bytes(b'{"input": 1, "label": 1}\n' * 2000)
+    (tmp_path / "0.chunk").write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(deepbooster.ChunkError, match=r"cannot be written to .*too large"):
+            split(data, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["0.chunk", "all.jsonl"]
+    assert (tmp_path / "0.chunk").read_text() == "old"
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_data_that_a_chunk_leads_to_are_not_overwritten(tmp_path, link):
+    data, chunk = tmp_path / "all.jsonl", tmp_path / "1.chunk"
+    lines = b'{"input": 1, "label": 1}\n' * 3
+    chunk.write_bytes(lines)
+    getattr(data, link)(chunk)
+    with pytest.raises(UsageError, match="a chunk of itself"):
+        split(data, 2)
+    assert data.read_bytes() == lines
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["1.chunk", "all.jsonl"]
+    with pytest.raises(deepbooster.ChunkError, match="No such file"):
+        split(tmp_path / "nothing", 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -134,5 +134,7 @@ def check_device(device: torch.device | str) -> torch.device:
 def _kind_of(value: object) -> str:
     """A tensor or an object of an optimizer, as far as it is the same on all machines."""
     if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
+        # A single value (a rate, a count of steps) is the same, too; in more, rounding differs.
+        known = value.item() if value.numel() == 1 else tuple(value.shape)
+        return f"{value.dtype} {known}"
     return type(value).__qualname__

@@ -207,5 +207,5 @@ class Schedule:
             f"{', '.join(odd)} cannot train with {self._names[self.source]}: their settings differ",
             hint="all trainers need the same n_epoch, the same names, shapes and dtypes of "
             "parameters, equal values of those that are not trained, and the same optimizer with "
-            "the same options and the same kind of state",
+            "the same options, after as many steps",
         )

@@ -143,7 +143,8 @@ def _path_in(sent: bytes, queue: str) -> Path:
         text = sent.decode().strip()
     except UnicodeDecodeError:
         text = ""
-    if not text or not text.isprintable() or not Path(text).is_file():
+    # Not Path.is_file, which raises for names that are too long or lead where this user may not.
+    if not text or not text.isprintable() or not os.path.isfile(text):
         raise ChunkError(
             f"this trainer has no chunk_path, and the message in {queue} is no path of a file "
             f"here: {sent[:100]!r}",

@@ -164,7 +164,9 @@ class Training:
     # -- the beginning ----------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """Wait until all trainers are here, or the first of them has begun since they were."""
+        """Wait until all trainers are here, or the first of them has begun since they were, or
+        this one's link has ended.
+        """
         said_s = time.monotonic()
         while True:
             view = self._rounds.view
@@ -184,6 +186,8 @@ class Training:
                 if time.monotonic() - said_s > _SAY_S:
                     said_s = time.monotonic()
                     log.warning("waiting for %s: started and ignited?", ", ".join(missing))
+            if self._rounds.outlook.stopped:
+                return  # `run` says why
             time.sleep(_TICK_S)  # a view is no outcome, so there is no event
 
     def _maybe_found(self, view: View) -> None:
@@ -246,11 +250,18 @@ class Training:
                 if schedule.step >= len(self._dataset):
                     return False
                 if not again:
-                    used = self._learner.compute(*self._dataset[schedule.step])
-                    self._standing = msgspec.structs.replace(self._standing, used=used)
+                    self._compute(schedule.step)
                 return True
             case Phase.INTRODUCE | Phase.DONE:
                 return False
+
+    def _compute(self, line: int) -> None:
+        try:
+            used = self._learner.compute(*self._dataset[line])
+        except Exception as error:
+            error.add_note(f"at {self._dataset.where(line)}")
+            raise
+        self._standing = msgspec.structs.replace(self._standing, used=used)
 
     def _take(self, committed: Committed) -> None:
         schedule, phase, epoch = self._schedule, self._schedule.phase, self._schedule.epoch

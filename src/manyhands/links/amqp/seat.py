@@ -235,9 +235,11 @@ class Seat:
             members.tick(now_s)
             if now_s - self._knocked_s >= self._terms.beat_s / _KNOCKS_A_BEAT:
                 self._knocked_s = now_s
-                # A dead peer's inbox goes with its connection: whoever is late is knocked at.
+                # A dead peer's inbox goes with its connection: whoever is late is knocked at. Not
+                # this peer: to itself that would look as if its own beats still came back.
                 for incarnation in members.leases.silent(now_s - _LATE_BEATS * self._terms.beat_s):
-                    self._line.to_peer(incarnation, BeatBack(0))
+                    if incarnation != self._me.incarnation:
+                        self._line.to_peer(incarnation, BeatBack(0))
         return None
 
     # -- under the lock -------------------------------------------------------------------------

@@ -1,0 +1,63 @@
+"""A trainer in this process: how it hears of what goes wrong."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.collectives.mail import Mail
+from manyhands.compat.deepbooster import Dataset, TrainingBroken
+from manyhands.compat.deepbooster.learner import Learner
+from manyhands.compat.deepbooster.training import Training
+from manyhands.links.base import LinkSettings, dial, new_peer
+from manyhands.links.hub import Hub
+from tests.compat.deepbooster.crew import PATIENCE_S, random_lines, write_chunk
+
+
+def learner():
+    model = nn.Linear(3, 1)
+    return Learner(model, nn.MSELoss(), torch.optim.SGD(model.parameters()), "cpu")
+
+
+def test_an_error_of_the_users_code_names_the_line(tmp_path):
+    good, bad = random_lines(1, 2)
+    path = write_chunk(tmp_path / "chunk.jsonl", [good, ([[1.0], [2.0, 3.0]], bad[1])])
+    dataset, mail = Dataset(path, torch.Tensor, apply_transformer_to_label=True), Mail()
+    with Hub("127.0.0.1:0") as hub:
+        link = dial(replace(hub.near, run="r"), new_peer("a"), LinkSettings(), mail)
+        training = Training(link, mail, learner(), dataset, names=["a"], n_epoch=1)
+        try:
+            with pytest.raises(ValueError, match="expected sequence") as caught:
+                training.run()
+        finally:
+            training.close()
+            dataset.close()
+    assert caught.value.__notes__ == [f"at {path}:2"]
+
+
+def test_who_waits_for_others_hears_that_its_link_has_ended(tmp_path):
+    """Else it would wait for ever: nobody can come, and nobody tells it."""
+    dataset = Dataset(write_chunk(tmp_path / "chunk.jsonl", random_lines(1, 3)), torch.Tensor)
+    mail, errors = Mail(), list[BaseException]()
+    with Hub("127.0.0.1:0") as hub:
+        link = dial(replace(hub.near, run="r"), new_peer("a"), LinkSettings(outage_s=0.5), mail)
+        training = Training(link, mail, learner(), dataset, names=["a", "b"], n_epoch=1)
+
+        def run() -> None:
+            try:
+                training.run()
+            except TrainingBroken as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=run, daemon=True)
+        waiting.start()
+    waiting.join(PATIENCE_S / 4)
+    heard = not waiting.is_alive()
+    training.close()
+    dataset.close()
+    assert heard
+    assert "with 3 lines to come" in str(errors[0])
