@@ -202,9 +202,9 @@ def train(
     teller.say({"done": hand.round, "shadow": shadow(model), "deviated": named})
 
 
-def nudge(tensor: torch.Tensor) -> None:
+def nudge(tensor: torch.Tensor, place: int = 1000) -> None:
     """To the next number, in one place."""
-    one = tensor.detach().view(-1)[1000:1001]
+    one = tensor.detach().view(-1)[place : place + 1]
     one.copy_(torch.nextafter(one, torch.full_like(one, torch.inf)))
 
 

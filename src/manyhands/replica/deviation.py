@@ -1,7 +1,7 @@
 """Deviation: peers that do not have the bits that they should have, and what becomes of them.
 
-All peers apply the same mean to the same state, so those whose arithmetic is one have the same bits.
-Each says fingerprints of its state with its report of a round; the lead compares them and names
+All peers apply the same mean to the same state, so those of one arithmetic have the same bits. Each
+says fingerprints of its state with its report of a round; the lead compares them, and names
 deviants with the result. A deviant leaves, and comes back for the others' state.
 """
 
@@ -59,7 +59,7 @@ class Bits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Deviant(NamedTuple):
-    """One whose tensor (by its place in the fingerprint) is not that of the one it is compared to."""
+    """One whose tensor is not `like` another's; `place`: of its number in the fingerprint."""
 
     peer: Incarnation
     like: Incarnation
@@ -174,9 +174,9 @@ class Watch:
         self._said = _ENCODE(Bits(self._me, self._arithmetic + self._origin, self._prints))
 
     def look(self, applied: int, members: Sequence[int], *, alone: bool) -> None:
-        """The state is the one after so many rounds; `members` take part in the next, by its record.
+        """The state is the one after so many rounds; whoever is of the next is in `members`.
 
-        All of it is looked at when somebody joins.
+        When there is somebody new, all of it is looked at.
         """
         if self._taken is not None and self._taken.scope.applied == applied:
             return
@@ -212,8 +212,8 @@ class Watch:
         if compared.num_kinds > 1 and not self._warned:
             self._warned = True
             log.warning(
-                "peers of %d kinds of arithmetic (device, version or settings of torch) train "
-                "together: their parameters agree only to rounding",
+                "peers of %d kinds of arithmetic (device, threads, version or settings of torch) "
+                "train together: their parameters may agree only to rounding",
                 compared.num_kinds,
             )
         found: list[Deviated] = []
@@ -225,19 +225,22 @@ class Watch:
             peer, like = name_of(deviant.peer), name_of(deviant.like)
             event = Deviated(peer, self._count(deviant.scope.applied), self._name(deviant))
             found.append(event)
-            said = f"before round {event.round} {event.tensor} of {peer} is not that of {like}"
+            said = (
+                f"before round {event.round}, {event.tensor} of {peer} has other bits than that "
+                f"of {like}"
+            )
             if deviant.peer == self._me:
                 mine = True
                 self._count_time(event.round, said)
-            log.warning("%s, to the bit: it takes the state of the others", said)
+            log.warning("%s: it leaves, and comes back for the state of the others", said)
         return found, mine
 
     def _count_time(self, round_: int, said: str) -> None:
         self._times = [r for r in self._times if r > round_ - _FORGOTTEN] + [round_]
         if len(self._times) >= _TIMES:
             raise Differs(
-                f"{said}, and it was so {_TIMES} times: what this peer computes is not what the "
-                "others do; they go on without it",
+                f"{said}, for the {_TIMES}rd time: what this peer computes is not what the others "
+                "do, and they go on without it",
                 hint="look for what depends on the peer after backward(): its own loss, a rank, a "
                 "clock, chance; then for another build of a library; then test this machine's "
                 "memory and device",

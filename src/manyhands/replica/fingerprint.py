@@ -1,13 +1,13 @@
 """Fingerprint: one number for every tensor of a state. Equal bits give equal numbers, anywhere.
 
-The number is the sum of a tensor's words times 1, 3, 5, ... modulo 2^64, in integers, so it does not
+The number is the sum of a tensor's words times 1, 3, 5, ... modulo 2^64: integers, which do not
 depend on the order in which a device adds. An odd factor has an inverse, so a change of one word
 always changes the number. Words have at most 32 bits: an element, or a piece of a larger one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,10 +17,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from manyhands.checkpoint.tree import flatten
-from manyhands.replica.gradients import Named
+from manyhands.replica.gradients import Named, owner_of
 
 _COLUMNS = 256
-_CPU_ROWS = 256  # of a block: half a megabyte, which stays in the cache
+_CPU_ROWS = 512  # of a block: a megabyte, which stays in the cache
 _OTHER_ROWS = 1 << 14
 _FEW = 4096  # words that are multiplied one by one
 _WORDS = {1: torch.int8, 2: torch.int16}
@@ -34,7 +34,7 @@ class Tensors:
 
     def __init__(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
         self._parameters = list(model.named_parameters())
-        self._buffers = [(n, *_owner(model, n)) for n, _ in model.named_buffers()]
+        self._buffers = [(n, *owner_of(model, n)) for n, _ in model.named_buffers()]
         self._optimizers = optimizers
 
     def every(self, stride: int, first: int) -> Iterator[Named]:
@@ -53,11 +53,6 @@ class Tensors:
                     yield from map(Named, flat.names, flat.tensors)
 
 
-def _owner(model: Module, name: str) -> tuple[Module, str]:
-    path, _, last = name.rpartition(".")
-    return model.get_submodule(path), last
-
-
 def terms_of(tensor: Tensor) -> list[Tensor]:
     """Scalars on its device whose sum modulo 2^64 is its number: nothing waits for a GPU.
 
@@ -66,21 +61,24 @@ def terms_of(tensor: Tensor) -> list[Tensor]:
     """
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
-    table = _table(words.device)
+    size, table = len(words), _table(words.device)
+    if size <= _FEW:
+        return [table.dot(words.to(torch.int64), table.odd[:size])]
     terms: list[Tensor] = []
-    for start in range(0, len(words), table.block):
+    for start in range(0, size, table.block):
         block = words[start : start + table.block].to(torch.int64)
-        rest = len(block) if len(block) <= _FEW else len(block) % _COLUMNS
-        rows = (len(block) - rest) // _COLUMNS
+        rows, rest = divmod(len(block), _COLUMNS)
         # Word (row, column) has the factor 2 (start + 256 row + column) + 1. Adding up by rows and
         # by columns leaves few products: no device is good at those of 64 bits.
-        if rows:
-            whole = block[: rows * _COLUMNS].view(rows, _COLUMNS)
-            terms.append(_dot(whole.sum(1), table.firsts[:rows] + 2 * start))
-            terms.append(_dot(whole.sum(0), table.odd[:_COLUMNS]))
+        whole = (block[:-rest] if rest else block).view(rows, _COLUMNS)
+        by_row = whole.sum(1)
+        terms.append(table.dot(by_row, table.rows[:rows]))
+        terms.append(table.dot(whole.sum(0), table.columns))
+        if start:
+            terms.append(by_row.sum() * (2 * start))
         if rest:
-            before = start + rows * _COLUMNS
-            terms.append(_dot(block[-rest:], table.odd[:rest] + 2 * before))
+            more = 2 * (start + rows * _COLUMNS)
+            terms.append(table.dot(block[-rest:], table.odd[:rest] + more))
     return terms
 
 
@@ -90,20 +88,25 @@ def number_of(terms: Sequence[Tensor]) -> int:
 
 
 class _Table(NamedTuple):
-    block: int  # words
-    odd: Tensor  # 1, 3, 5, ...: factors of row 0
-    firsts: Tensor  # what the factors of a row have more than those of row 0
+    """Factors of the words of one block."""
+
+    block: int
+    odd: Tensor  # of the first words
+    columns: Tensor  # of those of row 0
+    rows: Tensor  # what those of a row have more than that
+    dot: Callable[[Tensor, Tensor], Tensor]
 
 
 @lru_cache(maxsize=16)
 def _table(device: torch.device) -> _Table:
-    rows = _CPU_ROWS if device.type == "cpu" else _OTHER_ROWS
-    return _Table(
-        rows * _COLUMNS,
-        torch.arange(1, 2 * _FEW, 2, device=device),
-        torch.arange(rows, device=device) * (2 * _COLUMNS),
-    )
+    on_cpu = device.type == "cpu"
+    num_rows = _CPU_ROWS if on_cpu else _OTHER_ROWS
+    odd = torch.arange(1, 2 * _FEW, 2, device=device)
+    rows = torch.arange(num_rows, device=device) * (2 * _COLUMNS)
+    dot = torch.dot if on_cpu else _dot
+    return _Table(num_rows * _COLUMNS, odd, odd[:_COLUMNS], rows, dot)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.dot(a, b) if a.device.type == "cpu" else (a * b).sum()
+    """A GPU has none for integers."""
+    return (a * b).sum()
