@@ -52,7 +52,7 @@ def test_one_that_is_off_by_one_bit_once(zygote, url):
         assert len(rounds) < 10
         assert [num_lives(hand) for hand in (first, astray, third)] == [1, 2, 1]
         for hand in (first, third):
-            (named,) = hand.said[-2 if "threads" in hand.said[-1] else -1]["deviated"]
+            (named,) = next(said["deviated"] for said in hand.said if "deviated" in said)
             assert named == ["hand1", 21, "2.weight"]
             said = [said["round"] for said in hand.said if "round" in said]
             assert said == list(range(hands.num_rounds))
@@ -68,6 +68,32 @@ def test_one_that_is_off_again_and_again(zygote, url):
         assert "look for what depends on the peer" in astray.report()
         hands.finish(astray)
         assert [num_lives(hand) for hand in (first, astray, third)] == [1, 3, 1]
+
+
+def test_the_others_die_before_they_could_help(zygote, url):
+    """Then its own state is the best there is: the run goes on with that."""
+    with Hands(zygote, url, epochs=10) as hands:
+        first = hands.join(min_peers=2, pace_s=0.005)
+        astray = hands.join(min_peers=2, pace_s=0.005, astray=[6])
+        hands.strays[astray] = []
+        astray.until(lambda _: num_lives(astray) == 2)
+        first.kill()
+        hands.finish(first)
+        assert num_lives(astray) == 2
+
+
+def test_peers_of_two_kinds(zygote, url):
+    """One line says so; nobody is named, also not who got its state from both of them."""
+    with Hands(zygote, url, epochs=12) as hands:
+        first, _ = (hands.join(min_peers=2, pace_s=0.01, flush=flush) for flush in (False, True))
+        until_members(first, 2)
+        late = hands.join(pace_s=0.01)
+        until_members(first, 3)
+        hands.finish()
+        for hand in hands.all:
+            assert next(said["deviated"] for said in hand.said if "deviated" in said) == []
+            assert hand.report().count("kinds of arithmetic") == 1
+        assert num_lives(late) == 1
 
 
 class Peer:
@@ -159,9 +185,12 @@ class TestCompare:
 
     def test_a_state_mixed_of_several_kinds_is_like_no_others(self):
         peers = [Peer(number) for number in (1, 2, 3, 4)]
+        one, several = Compared((), 1), Compared((), 2)
+        assert peers[0].watch.origin(one, b"chain") == b""
         for peer in peers[2:]:
             nudge(peer.model[0].weight, 0)
-            peer.watch.replaced(b"chain", mixed=True)
+            peer.watch.replaced(peers[0].watch.origin(several, b"chain"))
+        assert peers[2].watch.origin(one, b"later") == b"chain"
         for applied in range(70):
             assert look_all(peers, applied) == Compared((), 2)
         nudge(peers[3].model[0].weight, 0)

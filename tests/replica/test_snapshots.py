@@ -45,7 +45,7 @@ def answers(number: int, applied: int, value: float) -> list[list]:
         head = Snapshot(number, applied, b"chain", record, place, len(DONORS))
         donor.give(head, NEWCOMER)
         flat = flatten({"weights": [torch.full((4,), value) for _ in range(3)]})
-        donor.serve(applied, flat, Openings(), 1 << 20, mixed=False)
+        donor.serve(applied, flat, Openings(), b"", 1 << 20)
         assert not donor.is_due(applied)
         found.append(engine.sent)
     return found

@@ -149,12 +149,15 @@ def train(
     device: str = "cpu",
     deadly: int | None = None,
     astray: list[int] | None = None,
+    flush: bool = False,
     **options: Any,
 ) -> None:
     """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round.
 
-    In rounds that are `astray` its optimizer is off by the last bit of one number.
+    In rounds that are `astray` its optimizer is off by the last bit of one number. `flush`: its
+    arithmetic is another one, though not for numbers that come up here.
     """
+    torch.set_flush_denormal(flush)
     teller = teller or Teller()
     model, optimizer, schedule = make(grain, device)
     data = DataLoader(Points(deadly), BATCH, shuffle=True)

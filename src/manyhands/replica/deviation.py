@@ -145,7 +145,7 @@ class Watch:
         self._tensors, self._count = tensors, count
         self._me = 0
         self._arithmetic = b""
-        self._origin = b""
+        self._origin = b""  # where the state came from, if that makes its bits others
         self._members: set[int] = set()
         self._taken: _Taken | None = None  # the newest; a GPU may still be at it
         self._said = b""
@@ -159,11 +159,17 @@ class Watch:
         self._me, self._arithmetic = me, arithmetic
         self._forget()
 
-    def replaced(self, chain: bytes, *, mixed: bool) -> None:
-        """A state has come from others. If it is `mixed` of several kinds of peers it is like none
-        of theirs: only who has got the same one can have the same bits.
+    def origin(self, compared: Compared, chain: bytes) -> bytes:
+        """Of the state that newcomers get now, in pieces from all peers.
+
+        If those are of several kinds it is like none of theirs: only who has got the same one can
+        have the same bits.
         """
-        self._origin = chain if mixed else b""
+        return chain if compared.num_kinds > 1 else self._origin
+
+    def replaced(self, origin: bytes) -> None:
+        """A state has come from others."""
+        self._origin = origin
         self._forget()
 
     def _forget(self) -> None:

@@ -7,16 +7,15 @@ always changes the number. Words have at most 32 bits: an element, or a piece of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from manyhands.checkpoint.tree import flatten
 from manyhands.replica.gradients import Named, owner_of
 
 _COLUMNS = 256
@@ -48,9 +47,18 @@ class Tensors:
             name, parameter = self._parameters[number]
             yield Named(name, parameter)
             for optimizer in self._optimizers:
-                if (state := optimizer.state.get(parameter)) is not None:
-                    flat = flatten(state, name)
-                    yield from map(Named, flat.names, flat.tensors)
+                yield from _tensors_in(optimizer.state.get(parameter), name)
+
+
+def _tensors_in(value: object, name: str) -> Iterator[Named]:
+    if isinstance(value, Tensor):
+        yield Named(name, value)
+    elif isinstance(value, Mapping):
+        for key, item in cast("Mapping[object, object]", value).items():
+            yield from _tensors_in(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(cast("Sequence[object]", value)):
+            yield from _tensors_in(item, f"{name}.{number}")
 
 
 def terms_of(tensor: Tensor) -> list[Tensor]:

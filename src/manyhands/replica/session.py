@@ -255,9 +255,10 @@ class Session:
         if self.conductor.healing:
             return  # nobody shall have this one
         if self._link is not None and self._snapshots.is_due(applied):
-            flat, mixed = self.state.flat(copy=True), self.scalars.compared.num_kinds > 1
+            flat = self.state.flat(copy=True)
+            origin = self._watch.origin(self.scalars.compared, self.conductor.base.chain)
             part_bytes = self._link.terms.part_bytes
-            self._snapshots.serve(applied, flat, self._openings, part_bytes, mixed=mixed)
+            self._snapshots.serve(applied, flat, self._openings, origin, part_bytes)
         base = self.conductor.base
         if self._keeper is None or self._agenda.evaluates(base.round):
             return  # a state is saved with what its evaluation says
@@ -427,7 +428,7 @@ class Session:
         taken = self._snapshots.take(head)
         self.state.load(taken.tree)
         self.replica.replaced()
-        self._watch.replaced(head.chain, mixed=taken.mixed)
+        self._watch.replaced(taken.origin)
         return Base(head.applied, head.chain, head.record, taken.openings)
 
     def _learn(self, openings: Openings) -> None:

@@ -37,7 +37,7 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     description: dict[str, Any]
     openings: tuple[int, ...]
-    mixed: bool  # its pieces may come from peers that do not have the same bits
+    origin: bytes  # see deviation: only states of one origin can have the same bits
     shape: Any
     specs: tuple[TensorSpec, ...]
 
@@ -54,11 +54,11 @@ class _Key(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A state, the openings before it, and whether its pieces are of one kind of peers."""
+    """A state, the openings before it, and its origin."""
 
     tree: Any
     openings: Openings
-    mixed: bool
+    origin: bytes
 
 
 class _Coming(NamedTuple):
@@ -138,7 +138,7 @@ class Snapshots:
         return bool(self._due) and self._due[0][0].applied <= applied
 
     def serve(
-        self, applied: int, state: Flat, openings: Openings, part_bytes: int, *, mixed: bool
+        self, applied: int, state: Flat, openings: Openings, origin: bytes, part_bytes: int
     ) -> None:
         """Send `state` to those who wait for it: copies, since it goes at leisure."""
         assert self._rounds is not None
@@ -146,7 +146,7 @@ class Snapshots:
         while self.is_due(applied):
             due.append(self._due.popleft())
         specs = tuple(spec_of(tensor) for tensor in state.tensors)
-        contents = _ENCODE(Contents(self._description, openings.starts, mixed, state.shape, specs))
+        contents = _ENCODE(Contents(self._description, openings.starts, origin, state.shape, specs))
         chunks = [memoryview(contents)]
         for tensor in state.tensors:
             data = bytes_of(tensor)
@@ -176,7 +176,7 @@ class Snapshots:
         if at != len(data):
             raise Malformed(f"{len(data)} bytes came for a state of {at}")
         tree = unflatten(contents.shape, tensors)
-        return Taken(tree, Openings(contents.openings), contents.mixed)
+        return Taken(tree, Openings(contents.openings), contents.origin)
 
 
 def _open(buffers: Sequence[memoryview]) -> tuple[Piece, bytes]:
