@@ -74,6 +74,7 @@ def test_the_others_die_before_they_could_help(zygote, url):
     """Then its own state is the best there is: the run goes on with that."""
     with Hands(zygote, url, epochs=10) as hands:
         first = hands.join(min_peers=2, pace_s=0.005)
+        first.until(lambda said: "dialed" in said)  # the first of the roster: it is right
         astray = hands.join(min_peers=2, pace_s=0.005, astray=[6])
         hands.strays[astray] = []
         astray.until(lambda _: num_lives(astray) == 2)
