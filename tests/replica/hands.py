@@ -30,6 +30,8 @@ class Hands:
         self._train = {"epochs": epochs, "lease_s": 2.0, **train}
         self.run = f"hands-{os.getpid()}-{next(_runs)}"
         self.all: list[PeerProcess] = []
+        self.strays: dict[PeerProcess, list[int]] = {}
+        """Those that may have another state than the first of all, and after which rounds."""
         self.epochs = epochs
         self._life = 0
 
@@ -84,6 +86,9 @@ class Hands:
                         continue  # it alone may have seen the end of it, and others did it anew
                     # Within a life to the bit; another may have other shares of the same round.
                     state = states.setdefault((number, hand.life), said["state"])
+                    if hand in self.strays and state != said["state"]:
+                        self.strays[hand].append(number)
+                        continue
                     assert state == said["state"], f"round {number} differs: {hand.report()}"
                 if "counted" in said:
                     check_counted(said)

@@ -45,7 +45,7 @@ def answers(number: int, applied: int, value: float) -> list[list]:
         head = Snapshot(number, applied, b"chain", record, place, len(DONORS))
         donor.give(head, NEWCOMER)
         flat = flatten({"weights": [torch.full((4,), value) for _ in range(3)]})
-        donor.serve(applied, flat, Openings(), 1 << 20)
+        donor.serve(applied, flat, Openings(), b"", 1 << 20)
         assert not donor.is_due(applied)
         found.append(engine.sent)
     return found
@@ -65,7 +65,7 @@ def test_an_earlier_answer_that_comes_late_spoils_nothing():
     deliver(newcomer, DONORS[1], slow)
     deliver(newcomer, DONORS[1], slow_again)
     assert [(head.number, head.applied) for head in engine.arrived] == [(1, 8)]
-    _, tree = newcomer.take(engine.arrived[0])
+    tree = newcomer.take(engine.arrived[0]).tree
     assert torch.equal(torch.stack(tree["weights"]), torch.full((3, 4), 2.0))
 
 
@@ -77,5 +77,5 @@ def test_of_two_answers_the_first_to_be_whole_counts():
         deliver(newcomer, sender, first)
         deliver(newcomer, sender, second)
     assert [head.applied for head in engine.arrived] == [5]
-    _, tree = newcomer.take(engine.arrived[0])
+    tree = newcomer.take(engine.arrived[0]).tree
     assert torch.equal(torch.stack(tree["weights"]), torch.full((3, 4), 1.0))

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import manyhands as mh
 from manyhands.data.calendar import Calendar
 from manyhands.data.order import Order
+from manyhands.replica.deviation import Deviated
 from manyhands.replica.replica import seed_of_pass
 
 SIZE, BATCH, GRAIN, FEATURES, CLASSES, SEED = 90, 24, 4, 12, 4, 7
@@ -147,9 +148,16 @@ def train(
     stop_at: int | None = None,
     device: str = "cpu",
     deadly: int | None = None,
+    astray: list[int] | None = None,
+    flush: bool = False,
     **options: Any,
 ) -> None:
-    """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round."""
+    """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round.
+
+    In rounds that are `astray` its optimizer is off by the last bit of one number. `flush`: its
+    arithmetic is another one, though not for numbers that come up here.
+    """
+    torch.set_flush_denormal(flush)
     teller = teller or Teller()
     model, optimizer, schedule = make(grain, device)
     data = DataLoader(Points(deadly), BATCH, shuffle=True)
@@ -159,6 +167,10 @@ def train(
             model, optimizer, data, schedule, grain_size=grain, epochs=epochs, **options
         )
         teller.say({"joined": hand.round})
+        if astray:
+            optimizer.register_step_post_hook(
+                lambda *_: nudge(model[2].weight) if hand.round - 1 in astray else None
+            )
         hand.on_round(lambda closed: teller.say(ledger(closed)))
         for _ in range(epochs):
             for x, y in loader:
@@ -188,7 +200,15 @@ def train(
             if hand.round == stop_at:
                 break
             schedule.step()
-    teller.say({"done": hand.round, "shadow": shadow(model)})
+    deviated = [e for e in hand.events if isinstance(e, Deviated)]
+    named = [[e.peer.name, e.round, e.tensor] for e in deviated]
+    teller.say({"done": hand.round, "shadow": shadow(model), "deviated": named})
+
+
+def nudge(tensor: torch.Tensor, place: int = 1000) -> None:
+    """To the next number, in one place."""
+    one = tensor.detach().view(-1)[place : place + 1]
+    one.copy_(torch.nextafter(one, torch.full_like(one, torch.inf)))
 
 
 def ledger(closed: mh.RoundClosed) -> dict:
@@ -214,8 +234,11 @@ def dial_by_points(child: Any) -> None:
 
 def play(child: Any) -> None:
     """As a process that a test has forked."""
+    from manyhands.replica import deviation
+
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     dial_by_points(child)
+    deviation.STRIDE = 1  # all of the state is compared in every round
     train(child, **child.orders["train"])
 
 

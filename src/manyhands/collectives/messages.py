@@ -128,7 +128,7 @@ class SelfReport(_Piece, frozen=True):
 
     speed: Speed
     asks: _Newcomers = ()  # newcomers that asked this member for the state
-    fingerprint: Digest = b""  # of the state before the round
+    fingerprint: _Notes = b""  # of states that this member has had lately
     settings: Digest = b""  # digest of the hyper-parameters
     scalars: _Notes = b""
     used: _Notes = b""  # one bit a tensor: this member's passes gave it a gradient

@@ -62,12 +62,18 @@ class Outlook:
         return self._outcomes[0] if self._outcomes else None
 
     @property
-    def must_start(self) -> bool:
-        """Whether the others wait for this peer: nobody has a state, and it is the first."""
+    def is_first(self) -> bool:
+        """Whether nobody has a state, and this peer is the first that a run could start from."""
         with self._news:
             states = self._machine.states
             watching = all(state is PeerState.WATCHING for state in states.values())
-            return len(states) > 1 and watching and next(iter(states)) == self._machine.me
+            return watching and next(iter(states), None) == self._machine.me
+
+    @property
+    def must_start(self) -> bool:
+        """Whether others wait for this peer to start."""
+        with self._news:
+            return len(self._machine.states) > 1 and self.is_first
 
     @property
     def owns(self) -> bool:

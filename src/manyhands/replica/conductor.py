@@ -107,6 +107,8 @@ class Conductor:
     _pending: Outcome | None = None
     _leaving: bool = False
     _speed: int = 0
+    healing: bool = False
+    """The state of this peer is not the run's, and others shall not have it."""
 
     @property
     def rounds(self) -> Rounds:
@@ -133,6 +135,12 @@ class Conductor:
         if not self._leaving:
             self._leaving = True
             self.rounds.leave(finished=finished)
+
+    def heal(self) -> None:
+        """Leave in good order, which disturbs nobody, and come back for the others' state."""
+        if not self.healing:
+            self.healing = True
+            self.rounds.leave(finished=False)
 
     # -- turns ----------------------------------------------------------------------------------
 
@@ -161,6 +169,7 @@ class Conductor:
                     return turn
                 case TakeState():
                     self.base, self.offers = self.take(outcome.snapshot), True
+                    self.healing = False
                     self._todo.clear()
                 case Stopped():
                     self._on_stopped(outcome)
@@ -204,6 +213,7 @@ class Conductor:
         """
         if self._rounds is None or self.over:
             return
+        self.healing = False  # too late: there is no turn left to take up
         if turn is not None:
             self._todo.appendleft(turn)
         if not ended:
@@ -259,6 +269,9 @@ class Conductor:
                 return self.rounds.next(_TICK_S)
             except LinkTimeout:
                 self.look()  # the link itself says when somebody, or the meeting point, is gone
+                if self.healing and self.rounds.outlook.is_first:
+                    self.healing = False  # nobody is left to have another state
+                    self._offer()
                 if not self.offers and self.rounds.outlook.must_start:
                     self._rejoin()  # behind those who can
 
@@ -310,7 +323,8 @@ class Conductor:
 
     def _on_stopped(self, last: Stopped) -> None:
         self.tell(last)
-        if last.reason in AGAIN and not self._leaving:
+        healed = self.healing and last.reason is StopReason.LEFT
+        if (healed or last.reason in AGAIN) and not self._leaving:
             self._rejoin()
             return
         self.over = True
@@ -319,7 +333,7 @@ class Conductor:
         raise last.error or ManyhandsError(last.text)
 
     def _rejoin(self) -> None:
-        """As a new incarnation, with the state of the last round that was applied here."""
+        """As a new incarnation, with the state of the last round that was applied here, if any."""
         self._todo.clear()
         self.rounds.close()
         while True:
@@ -334,7 +348,7 @@ class Conductor:
 
     def _offer(self) -> None:
         base = self.base
-        if not self.offers:
+        if not self.offers or self.healing:
             return
         try:
             self.rounds.offer_state(base.applied, base.chain, base.record)

@@ -61,7 +61,7 @@ class Gradients:
         self._names = [name for name, _ in parameters]
         self._parameters = [p for _, p in parameters]
         self._frozen = [Named(n, p) for n, p in model.named_parameters() if not p.requires_grad]
-        slots = {name: _Slot(*_owner(model, name)) for name, _ in model.named_buffers()}
+        slots = {name: _Slot(*owner_of(model, name)) for name, _ in model.named_buffers()}
         means = [name for name, slot in slots.items() if _has_mean(slot.tensor)]
         others = [name for name in slots if name not in means]
         self._buffers = [slots[name] for name in means]
@@ -313,6 +313,7 @@ class _Slot(NamedTuple):
             self.tensor.copy_(value)
 
 
-def _owner(model: Module, path: str) -> tuple[Module, str]:
+def owner_of(model: Module, path: str) -> tuple[Module, str]:
+    """The module that has what the model calls so, and its name there."""
     at, _, name = path.rpartition(".")
     return model.get_submodule(at), name

@@ -29,6 +29,7 @@ from manyhands.core.peers import PeerId
 from manyhands.core.settings import find_meeting_point
 from manyhands.data.source import Source
 from manyhands.replica.conductor import Event
+from manyhands.replica.deviation import Deviated
 from manyhands.replica.keeper import NotSaved, Saved
 from manyhands.replica.loader import Evaluation
 from manyhands.replica.options import Options, Place, RoundClosed
@@ -194,7 +195,7 @@ class Run:
         return self.roster[:1] == (self._at_work.me,)
 
     @property
-    def events(self) -> Sequence[Event | Saved | NotSaved]:
+    def events(self) -> Sequence[Event | Saved | NotSaved | Deviated]:
         """What has happened to the run, newest last."""
         return self._at_work.events
 

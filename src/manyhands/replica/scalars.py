@@ -17,6 +17,7 @@ import msgspec
 
 from manyhands.collectives.messages import Part, SelfReport
 from manyhands.core.errors import Malformed, UsageError
+from manyhands.replica.deviation import Compared, compare
 
 _NAME_CHARS = 64
 _MOST = 64  # scalars of a round: their lines fit into a message
@@ -57,11 +58,14 @@ class Said(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Notes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the reports of all members come to: which tensors anybody used, and the scalars."""
+    """What the reports of all members come to: which tensors anybody used, the scalars, and who
+    has not the bits that it should have.
+    """
 
     used: bytes
     lines: tuple[Line, ...]
     words: dict[_Name, float]
+    compared: Compared
 
 
 _SAID = msgspec.msgpack.Decoder(Said)
@@ -85,6 +89,7 @@ class Scalars:
         self.known: dict[str, tuple[int, float]] = {}  # by name: the newest round, and its mean
         self.agreed: dict[str, tuple[int, float]] = {}  # the same of words
         self.latest: dict[str, float] = {}  # the means of the last round, or evaluation
+        self.compared = Compared()  # of the newest round
 
     # -- what is said ---------------------------------------------------------------------------
 
@@ -160,7 +165,9 @@ class Scalars:
                 key = Key(line.name, line.late)
                 totals[key] = totals[key].plus(Total(line.sum, line.weight))
         lines = tuple(Line(*key, *total) for key, total in totals.items())
-        return _ENCODE(Notes(used.to_bytes(-(-used.bit_length() // 8), "little"), lines, words))
+        compared = compare([part.report.fingerprint for part in parts if part.report is not None])
+        bits = used.to_bytes(-(-used.bit_length() // 8), "little")
+        return _ENCODE(Notes(bits, lines, words, compared))
 
     # -- what has come of it --------------------------------------------------------------------
 
@@ -178,6 +185,7 @@ class Scalars:
             found = _NOTES.decode(notes)
         except msgspec.DecodeError as error:
             raise Malformed(f"the notes of round {round_} are none: {error}") from None
+        self.compared = found.compared
         for name, late, total, weight in found.lines:
             mean = total / weight if weight else math.nan
             self.known[name] = (round_ - 1 if late else round_, mean)

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from manyhands.collectives.instructions import Generation, Lost, Retry, Stable, StopReason
 from manyhands.collectives.mail import Mail
-from manyhands.collectives.messages import Snapshot
+from manyhands.collectives.messages import SelfReport, Snapshot
 from manyhands.collectives.outcomes import Committed, Stopped
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.rounds import Rounds
@@ -31,6 +31,7 @@ from manyhands.data.source import Source
 from manyhands.links.base import Link, LinkSettings, dial, new_peer
 from manyhands.links.messages import Terms
 from manyhands.replica.agenda import Agenda
+from manyhands.replica.arithmetic import arithmetic_of
 from manyhands.replica.blame import POLICIES, Blame
 from manyhands.replica.conductor import Base, Conductor, Event, Turn
 from manyhands.replica.description import (
@@ -40,6 +41,8 @@ from manyhands.replica.description import (
     differences,
     digest_of,
 )
+from manyhands.replica.deviation import Deviated, Watch
+from manyhands.replica.fingerprint import Tensors
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, Named, parameters_of
 from manyhands.replica.keeper import Keeper, NotSaved, Saved
@@ -113,7 +116,11 @@ class Session:
         things |= {f"scheduler {i}": s for i, s in enumerate(schedulers)}
         self.state = TrainingState(inner, things)
         self.scalars = Scalars()
-        self.events: deque[Event | Saved | NotSaved] = deque(maxlen=_EVENTS)
+        self._watch = Watch(
+            Tensors(inner, optimizers), lambda number: agenda.round(self._openings.count(number))
+        )
+        self._device = parameters[0].tensor.device
+        self.events: deque[Event | Saved | NotSaved | Deviated] = deque(maxlen=_EVENTS)
         buffers = [Named(n, b) for n, b in inner.named_buffers()]
         self.description = describe(
             parameters, buffers, optimizers, source, _agreed(place, options, source, things)
@@ -244,14 +251,29 @@ class Session:
 
     def _between(self, applied: int) -> None:
         """The state is the one after so many rounds: whoever waits for it gets it now."""
+        self._compare_bits(applied)
+        if self.conductor.healing:
+            return  # nobody shall have this one
         if self._link is not None and self._snapshots.is_due(applied):
             flat = self.state.flat(copy=True)
-            self._snapshots.serve(applied, flat, self._openings, self._link.terms.part_bytes)
+            origin = self._watch.origin(self.scalars.compared, self.conductor.base.chain)
+            part_bytes = self._link.terms.part_bytes
+            self._snapshots.serve(applied, flat, self._openings, origin, part_bytes)
         base = self.conductor.base
         if self._keeper is None or self._agenda.evaluates(base.round):
             return  # a state is saved with what its evaluation says
         if self._keeper.is_due(self.round) and self._leads():
             self._keeper.copy(base, self.round)
+
+    def _compare_bits(self, applied: int) -> None:
+        """Whether this state is what it should be: what others have found, and what to show."""
+        rounds, record = self.conductor.rounds, self.conductor.base.record
+        found, mine = self._watch.heed(self.scalars.compared, rounds.name_of)
+        self.events.extend(found)
+        if mine:
+            self.conductor.heal()
+        members = () if record is None else record.members
+        self._watch.look(applied, members, alone=rounds.members == (self.me.incarnation,))
 
     def _closed(self, number: int, committed: Committed) -> None:
         self._blame.judge(committed.round, committed.record.quarantine, self.me.incarnation)
@@ -348,10 +370,15 @@ class Session:
             mail=mail,
             vouched=isinstance(self._place.address, LocalAddress),
         )
-        rounds.report, rounds.note = self.scalars.report, self.scalars.note
+        alone = isinstance(self._place.address, LocalAddress)
+        self._watch.begin(me.incarnation, b"" if alone else arithmetic_of(self._device))
+        rounds.report, rounds.note = self._report, self.scalars.note
         self._snapshots.attach(rounds)
         rounds.start()
         return rounds
+
+    def _report(self, number: int, report: SelfReport) -> SelfReport:
+        return self._watch.report(self.scalars.report(number, report))
 
     def _num_units(self, number: int) -> int:
         """Of a round, as the engine counts them; one of an opening has nothing but a claim."""
@@ -397,10 +424,11 @@ class Session:
             raise Mismatch(found)
 
     def _take(self, head: Snapshot) -> Base:
-        openings, tree = self._snapshots.take(head)
-        self.state.load(tree)
+        taken = self._snapshots.take(head)
+        self.state.load(taken.tree)
         self.replica.replaced()
-        return Base(head.applied, head.chain, head.record, openings)
+        self._watch.replaced(taken.origin)
+        return Base(head.applied, head.chain, head.record, taken.openings)
 
     def _learn(self, openings: Openings) -> None:
         """Those of a state that has come: the engine may need them before the user's thread."""

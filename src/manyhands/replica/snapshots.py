@@ -37,6 +37,7 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     description: dict[str, Any]
     openings: tuple[int, ...]
+    origin: bytes  # see deviation: only states of one origin can have the same bits
     shape: Any
     specs: tuple[TensorSpec, ...]
 
@@ -50,6 +51,14 @@ class _Key(NamedTuple):
     number: int  # of the Ask
     applied: int
     chain: bytes
+
+
+class Taken(NamedTuple):
+    """A state, the openings before it, and its origin."""
+
+    tree: Any
+    openings: Openings
+    origin: bytes
 
 
 class _Coming(NamedTuple):
@@ -128,14 +137,16 @@ class Snapshots:
         """Whether somebody waits for the state after so many rounds, or an earlier one."""
         return bool(self._due) and self._due[0][0].applied <= applied
 
-    def serve(self, applied: int, state: Flat, openings: Openings, part_bytes: int) -> None:
+    def serve(
+        self, applied: int, state: Flat, openings: Openings, origin: bytes, part_bytes: int
+    ) -> None:
         """Send `state` to those who wait for it: copies, since it goes at leisure."""
         assert self._rounds is not None
         due: list[tuple[Snapshot, PeerId]] = []
         while self.is_due(applied):
             due.append(self._due.popleft())
         specs = tuple(spec_of(tensor) for tensor in state.tensors)
-        contents = _ENCODE(Contents(self._description, openings.starts, state.shape, specs))
+        contents = _ENCODE(Contents(self._description, openings.starts, origin, state.shape, specs))
         chunks = [memoryview(contents)]
         for tensor in state.tensors:
             data = bytes_of(tensor)
@@ -148,8 +159,8 @@ class Snapshots:
                 word = memoryview(_ENCODE(Piece(number, len(chunks))))
                 self._rounds.send_snapshot(head, to, [word, chunk] if len(chunk) else [word])
 
-    def take(self, head: Snapshot) -> tuple[Openings, Any]:
-        """The tree that came with this head, and the openings before it. Raises Malformed."""
+    def take(self, head: Snapshot) -> Taken:
+        """What came with this head. Raises Malformed."""
         pieces = self._here.pop(_Key(head.number, head.applied, head.chain))
         for key in list(self._here):
             if key.number < head.number:  # the engine had asked again, and did not take it
@@ -164,7 +175,8 @@ class Snapshots:
             at += size
         if at != len(data):
             raise Malformed(f"{len(data)} bytes came for a state of {at}")
-        return Openings(contents.openings), unflatten(contents.shape, tensors)
+        tree = unflatten(contents.shape, tensors)
+        return Taken(tree, Openings(contents.openings), contents.origin)
 
 
 def _open(buffers: Sequence[memoryview]) -> tuple[Piece, bytes]:
