@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,9 +64,16 @@ class Reading(Dataset[Any]):
         return self.__getitems__([spot])[0]
 
 
+# The generators are the process's, and so is this. torch takes its generator's mutex with the GIL
+# held, and a garbage collection may hand the GIL on before it lets go of it: of two threads that
+# ask for the state at once, both then wait for ever, and with them the whole process.
+_GENERATORS = threading.Lock()
+
+
 def seed_all(seed: int) -> None:
     """The generators that data sets use: torch's, Python's, and numpy's if it is loaded."""
-    torch.default_generator.manual_seed(seed)
+    with _GENERATORS:
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
@@ -75,12 +83,14 @@ def seed_all(seed: int) -> None:
 def generators_kept() -> Generator[None]:
     """Whatever is drawn inside, the generators are as before afterwards."""
     numpy = sys.modules.get("numpy")
-    kept = torch.default_generator.get_state(), random.getstate()
+    with _GENERATORS:
+        kept = torch.default_generator.get_state(), random.getstate()
     kept_numpy = None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
-        torch.default_generator.set_state(kept[0])
+        with _GENERATORS:
+            torch.default_generator.set_state(kept[0])
         random.setstate(kept[1])
         if numpy is not None:
             numpy.random.set_state(kept_numpy)
