@@ -28,7 +28,7 @@ MAY_LOAD_TORCH = (
     *(
         f"manyhands.collectives.{name}"
         for name in (
-            *("adder", "backend.arguments", "backend.buffers", "backend.exchange"),
+            *("adder", "alone", "backend.arguments", "backend.buffers", "backend.exchange"),
             *("backend.failure", "backend.group", "backend.hooks", "backend.member"),
             *("backend.operations", "backend.session", "backend.store", "backend.team"),
             *("backend.work", "bank"),
@@ -44,7 +44,7 @@ MAY_LOAD_TORCH = (
                 "reduction",
                 "results",
             ),
-            *("rounds", "shelf", "threads"),
+            *("rounds", "shelf", "staging", "threads"),
         )
     ),
 )
