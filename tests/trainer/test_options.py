@@ -66,14 +66,11 @@ def data():
     return DataLoader(Points(), BATCH, shuffle=True)
 
 
-def test_data():
+def held_out():
     return DataLoader(HELD_OUT, 5)
 
 
-test_data.__test__ = False
-
-
-def fit(make, number=1, evaluation=test_data, **options):
+def fit(make, number=1, evaluation=held_out, **options):
     """By so many peers, as threads; `make` gives each a Trainer. Returns what each has."""
     url, results, errors = f"local:///trainers-{next(_runs)}", {}, []
     trainers = [make() for _ in range(number)]  # here: threads share the random numbers
@@ -290,7 +287,7 @@ def test_alone_without_a_run_and_a_line_for_every_epoch(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     model, optimizer = kit()
-    history = mh.Trainer(model, optimizer, loss=criterion, epochs=2).fit(data(), test_data())
+    history = mh.Trainer(model, optimizer, loss=criterion, epochs=2).fit(data(), held_out())
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[-1].startswith(f"round {2 * ROUNDS - 1}  epoch 1  loss ")
@@ -312,7 +309,7 @@ def test_layers_keep_their_mode():
     model = Mixed()
     model.frozen.eval()
     trainer = mh.Trainer(model, adam(model), loss=criterion, epochs=2, loggers=[])
-    trainer.fit(data(), test_data())
+    trainer.fit(data(), held_out())
     assert set(seen) == {(True, False), (False, False)}
     assert model.training
     model.eval()

@@ -56,6 +56,14 @@ def test_one_is_killed(zygote, hub_url, place, point):
         hands.finish(victim)
 
 
+def kill_and_go_on(hands, victim):
+    """All others pass by the point at which they wait, whoever comes to it next."""
+    victim.kill()
+    for hand in hands.all:
+        if hand is not victim:
+            hand.tell("go")
+
+
 @pytest.mark.parametrize("round_", [2, ROUNDS - 1])
 def test_the_leader_is_killed_before_it_logs(zygote, hub_url, round_):
     """The next one does: also the last round of an epoch, after its evaluation."""
@@ -63,10 +71,7 @@ def test_the_leader_is_killed_before_it_logs(zygote, hub_url, round_):
         for _ in range(3):
             hands.join({"what": "log", "round": round_, "then": "wait"}, min_peers=3)
         leader = first_to(hands.all, "log")
-        leader.kill()
-        for hand in hands.all:
-            if hand is not leader:
-                hand.tell("go")  # whoever comes to log it next
+        kill_and_go_on(hands, leader)
         hands.finish(leader)
         assert sum(logs(hand) for hand in hands.all) == 2
 
@@ -84,10 +89,7 @@ def test_on_one_peer_that_dies(zygote, hub_url):
         for _ in range(3):
             hands.join({"what": "evaluate", "round": ROUNDS, "then": "wait"}, min_peers=3)
         victim = first_to(hands.all, "evaluate")
-        victim.kill()
-        for hand in hands.all:
-            if hand is not victim:
-                hand.tell("go")
+        kill_and_go_on(hands, victim)
         hands.finish(victim)
         assert evaluated(hands.all, ROUNDS) == sorted([*range(HELD_OUT)] * 2)
 

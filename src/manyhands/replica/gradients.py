@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from manyhands.collectives.results import Result, has_mean
 from manyhands.collectives.staging import Staging
 from manyhands.core.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-    from manyhands.collectives.results import Result
 
 
 class Named(NamedTuple):
@@ -62,7 +61,7 @@ class Gradients:
         self._parameters = [p for _, p in parameters]
         self._frozen = [Named(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         slots = {name: _Slot(*owner_of(model, name)) for name, _ in model.named_buffers()}
-        means = [name for name, slot in slots.items() if _has_mean(slot.tensor)]
+        means = [name for name, slot in slots.items() if has_mean(slot.tensor)]
         others = [name for name in slots if name not in means]
         self._buffers = [slots[name] for name in means]
         self._others = [slots[name] for name in others]
@@ -267,10 +266,6 @@ class Gradients:
             room.append(grad.detach() if usable and grad is not None else _empty_like(p))
         buffers = (*self._buffers, *self._others)
         return [*room, *(_empty_like(slot.tensor) for slot in buffers)]
-
-
-def _has_mean(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

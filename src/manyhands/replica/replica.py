@@ -160,7 +160,7 @@ class Replica:
                 hint="run loss.backward() in every iteration; to leave a batch out, "
                 "multiply its loss by 0 or call run.weight(0) before it",
             )
-        committed = self._conductor.close_turn(turn, self._gradients.nothing(), 0.0)
+        committed = self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
         if committed is None:
             return
         if committed.weight == 0.0:
@@ -256,7 +256,7 @@ class Replica:
             self._measure(turn)
             unused = [False] * self._gradients.num_tensors
             self._scalars.end_pass(turn.task.generation, 0.0, unused)
-            return self._conductor.close_turn(turn, self._gradients.nothing(), 0.0)
+            return self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
         # Sums are of the order of one batch, whatever its size: w / B of a mean.
         whole = float(self._batch(turn.round))
         share = weight / whole
