@@ -108,14 +108,31 @@ def test_the_result_does_not_depend_on_who_adds_it_up(wire, dtype):
     assert len({norm for _, norm in results}) == 1
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-def test_the_norm_is_that_of_what_everybody_reads(wire):
-    owner = Owner(torch.float32, wire)
+@pytest.mark.parametrize(
+    ("dtype", "wire", "tolerance"),
+    [
+        *((torch.float32, wire, 1e-6) for wire in ("fp32", "bf16", "int8")),
+        (torch.float64, "fp32", 1e-12),
+        (torch.float16, "fp32", 1e-12),
+    ],
+)
+@pytest.mark.parametrize("size", [1.0, 1e-3], ids=str)
+def test_the_norm_is_that_of_what_everybody_reads(dtype, wire, tolerance, size):
+    owner = Owner(dtype, wire)
     for peer in (1, ME):
-        owner.give(peer, values_of(torch.float32, peer))
+        owner.give(peer, values_of(dtype, peer) * size)
     head, mean = owner.add((1, ME))
     expected = math.fsum(x * x for x in mean.double().tolist())
-    assert head.squared_norm == pytest.approx(expected, rel=1e-12)
+    assert head.squared_norm == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-18, 1e18, 1e25, 1e37], ids=str)
+def test_squares_beyond_the_numbers_of_fp32_count(size):
+    owner = Owner(torch.float32)
+    owner.give(ME, values_of(torch.float32, ME) * size)
+    head, mean = owner.add((ME,))
+    expected = math.fsum(x * x for x in mean.double().tolist())
+    assert head.squared_norm == pytest.approx(expected, rel=1e-6)
 
 
 class TestEmpty:

@@ -18,7 +18,8 @@ from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.reduction import Contribution, Operator, PartSum, arithmetic_for
 from manyhands.collectives.shelf import Filed
 
-_WIDENED = 1 << 15  # values that are widened at a time
+_PIECE = 1 << 15  # values whose squares are added up at a time: few enough for fp32
+_LEAST = 1e-25  # of such a sum: in a smaller one, squares that fp32 has not may count
 
 
 class Adder:
@@ -32,7 +33,7 @@ class Adder:
         self._layout, self._bank, self._pool, self._refuse = layout, bank, pool, refuse
         self._widest = max(part.numel for part in layout.parts)
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._wide = torch.empty(_WIDENED, dtype=torch.float64)
+        self._wide = torch.empty(_PIECE, dtype=torch.float64)
 
     def wire_bytes(self, k: int) -> int:
         """Of the values of part k; -1 for a part that there is not."""
@@ -143,13 +144,17 @@ class Adder:
         if not (dtype.is_floating_point or dtype.is_complex):
             return 0.0
         values = self._decoded(k, block)
-        # By pieces that are widened one after the other: torch's own norm in fp64 makes a copy of
-        # all of it, of changing size, which leaves holes in the heap.
+        exact = values.dtype in (torch.float32, torch.float64)
         squared = 0.0
-        for start in range(0, values.numel(), _WIDENED):
-            piece = values[start : start + _WIDENED]
-            wide = self._wide[: piece.numel()].copy_(piece)
-            squared += float(torch.dot(wide, wide))
+        for start in range(0, values.numel(), _PIECE):
+            piece = values[start : start + _PIECE]
+            part = float(torch.dot(piece, piece)) if exact else 0.0
+            if not _LEAST < part < math.inf:
+                # Widened one after the other: torch's own norm in fp64 makes a copy of all of it,
+                # of changing size, which leaves holes in the heap.
+                wide = self._wide[: piece.numel()].copy_(piece)
+                part = float(torch.dot(wide, wide))
+            squared += part
         return squared
 
     def _decoded(self, k: int, block: Block) -> Tensor:
