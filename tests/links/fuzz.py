@@ -31,6 +31,7 @@ FRAMES: list[fuzz.Frame] = [
         m.Lost(2),
         m.NewView(_VIEW, m.Terms()),
         m.Beat(1, 2, 3),
+        m.Receipt(2, 3),
         m.BeatBack(1, 2),
         m.Ready(1),
         m.Leaving(),

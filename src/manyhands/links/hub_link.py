@@ -43,6 +43,7 @@ from manyhands.links.messages import (
     Header,
     NewView,
     Ready,
+    Receipt,
     Return,
     Terms,
     Welcome,
@@ -162,7 +163,7 @@ class HubCarrier:
         receipt: list[Buffer] = []
         if self._unsaid_bytes >= ACK_BYTES:  # the reader found no moment to say so
             self._unsaid_bytes = 0
-            receipt = [SCHEMA.encode(Beat(0, self._num_received, self._consumed))]
+            receipt = [self._receipt()]
         try:
             stream.send([kept.encoded, *kept.buffers, *receipt], timeout_s=self._terms.lease_s)
         except (LinkBroken, LinkTimeout):
@@ -181,14 +182,18 @@ class HubCarrier:
             return None
         if time.monotonic() - stream.heard_s > self._terms.lease_s / 2:
             return stream.close()  # a dead connection that nobody has closed: dial again
-        self._say(stream, n, wait_s=self._terms.beat_s / 4)
+        # Unless data is being written: then that is the sign of life.
+        beat = SCHEMA.encode(Beat(n, self._num_received, consumed))
+        self._say(stream, beat, wait_s=self._terms.beat_s / 4)
         return None
 
-    def _say(self, stream: Stream, n: int, *, wait_s: float = 0.0) -> bool:
-        """A beat, unless data is being written: then that is the sign of life."""
+    def _receipt(self) -> bytes:
+        return SCHEMA.encode(Receipt(self._num_received, self._consumed))
+
+    def _say(self, stream: Stream, frame: bytes, *, wait_s: float = 0.0) -> bool:
+        """Whether it could be said in time."""
         with contextlib.suppress(LinkBroken):
-            beat = Beat(n, self._num_received, self._consumed)
-            return stream.send_now([SCHEMA.encode(beat)], wait_s=wait_s)
+            return stream.send_now([frame], wait_s=wait_s)
         return False
 
     @property
@@ -225,7 +230,8 @@ class HubCarrier:
             self._out.notify_all()
             stream = self._stream
         reader = None if self._thread is threading.current_thread() else self._thread
-        if stream is not None and first and self._say_bye(stream) and reader is not None:
+        bye = SCHEMA.encode(Bye())
+        if stream is not None and first and self._say(stream, bye, wait_s=_BYE_S) and reader:
             # The hub hangs up. Hanging up first, with data unread, could take the Bye with it.
             reader.join(_BYE_S)
         self._dialler.stop()
@@ -237,11 +243,6 @@ class HubCarrier:
                 self._resender.join()
         elif self._thread is None and stream is not None:  # never started
             stream.detach()
-
-    def _say_bye(self, stream: Stream) -> bool:
-        with contextlib.suppress(LinkBroken):
-            return stream.send_now([SCHEMA.encode(Bye())], wait_s=_BYE_S)
-        return False
 
     # -- the reader thread ----------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ class HubCarrier:
                     return
             self._num_received += 1
             self._unsaid_bytes += prefix.payload_bytes
-            if self._unsaid_bytes >= ACK_BYTES and self._say(stream, 0):
+            if self._unsaid_bytes >= ACK_BYTES and self._say(stream, self._receipt()):
                 self._unsaid_bytes = 0
 
     def _next(self, reader: FrameReader) -> tuple[Prefix, bytes] | None:

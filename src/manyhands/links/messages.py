@@ -153,6 +153,13 @@ class Beat(Header, frozen=True):
     consumed: _Count = 0
 
 
+class Receipt(Header, frozen=True):
+    """What a peer holds, as in a Beat; nobody waits for an answer."""
+
+    received: _Count
+    consumed: _Count
+
+
 class BeatBack(Header, frozen=True):
     """The meeting point has heard beat `n`, and holds `received` frames of this session."""
 
@@ -239,6 +246,7 @@ SCHEMA: Schema[Header] = Schema(
         1: Hello, 2: Welcome, 3: Refusal, 4: Dismissal, 5: Bye,
         10: Data, 11: Credit, 12: Gap, 13: Lost,
         20: NewView, 21: Beat, 22: BeatBack, 23: Ready, 24: Leaving, 25: Gone, 26: Resign,
+        27: Receipt,
         30: Call, 31: Missing, 32: Fence, 33: Marker,
     }
 )  # fmt: skip

@@ -25,6 +25,7 @@ from manyhands.links.messages import (
     Credit,
     Data,
     Dismissal,
+    Receipt,
     Welcome,
 )
 from manyhands.links.outbox import Budget, Outbox, Taken
@@ -134,9 +135,11 @@ class Session:
             if self._stream is not stream:
                 return ()  # this connection has been replaced
             header = frame.header
-            if isinstance(header, Beat):
+            if isinstance(header, Beat | Receipt):
                 self.outbox.acked(header.received)
                 self.outbox.consumed(header.consumed)
+                if isinstance(header, Receipt):
+                    return ()
                 self.outbox.put_now(BeatBack(header.n, self._num_received), wake=False)
                 return (self,)
             if isinstance(header, Credit) and header.sender != self.peer.incarnation:
