@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import socket
@@ -20,6 +21,7 @@ from manyhands.core.errors import LinkBroken, LinkClosed, Refused, SettingsError
 from manyhands.core.peers import Member, PeerId, PeerState, View, ViewNumber
 from manyhands.links.base import Gap, LinkSettings, open_link
 from manyhands.links.hub import Hub, HubLimits
+from manyhands.links.memory import Loan
 from manyhands.links.messages import (
     HEADER_BYTES,
     SCHEMA,
@@ -34,6 +36,7 @@ from manyhands.links.messages import (
     Return,
     Welcome,
 )
+from manyhands.links.session import ACK_BYTES
 from manyhands.testing.contract import (
     PATIENCE_S,
     PATIENT,
@@ -411,6 +414,24 @@ def test_a_small_memory_is_no_deadlock(hubs, links):
         for other in readers:
             numbers = [number_of(d) for d in reader.deliveries if d.sender == other.link.me]
             assert numbers == ([] if other is reader else list(range(count)))
+
+
+def test_the_hub_lets_go_of_what_a_peer_holds(hubs, links):
+    """Long before its next beat."""
+    hub = hubs(insecure=True)
+    terms = msgspec.structs.replace(STEADY, lease_s=120)
+    a, b = (Reader(links(hub.address, name, terms=terms)) for name in "ab")
+    activate(a, b)
+    count = 40
+
+    def send() -> None:
+        for i in range(count):
+            message, data = sealed(i, 1 << 20)
+            a.link.send(None, message, [data])
+
+    together(send, lambda: b.until_deliveries(count))
+    kept = [thing for thing in gc.get_objects() if isinstance(thing, Loan)]
+    assert len(kept) * (1 << 20) <= 2 * ACK_BYTES
 
 
 # -- peers that cheat ------------------------------------------------------------------------------
