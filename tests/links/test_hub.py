@@ -419,9 +419,8 @@ def test_a_small_memory_is_no_deadlock(hubs, links):
 def test_the_hub_lets_go_of_what_a_peer_holds(hubs, links):
     """Long before its next beat."""
     hub = hubs(insecure=True)
-    terms = msgspec.structs.replace(
-        STEADY, beat_s=30, lease_s=120, window_bytes=8 << 20, part_bytes=1 << 20
-    )
+    sizes = {"window_bytes": 8 << 20, "part_bytes": 1 << 20, "watch_bytes": 1 << 30}
+    terms = msgspec.structs.replace(STEADY, beat_s=30, lease_s=120, **sizes)
     a, b = (Reader(links(hub.address, name, terms=terms)) for name in "ab")
     activate(a, b)
     count = 40
