@@ -74,3 +74,15 @@ def test_one_that_cannot_keep_up(zygote, url):
         assert float(rates[1]) > float(rates[2])
         hands.finish(slow)
         assert max(members(first)) == 2
+
+
+def test_one_whose_state_never_comes_in_time(zygote, url):
+    """Its link alone is too slow: what follows has a hole before the state is here, every time."""
+    with Hands(zygote, url, epochs=1000, lease_s=1.0) as hands:
+        first, _ = begin_two(hands)
+        slow = hands.join(loses="Snapshot")
+        assert slow.wait() == 1, slow.report()
+        rates = re.search(r"makes (\S+) rounds a second, .* replay (\S+),", slow.report())
+        assert rates is not None, slow.report()
+        assert float(rates[1]) > float(rates[2]) == 0.0
+        assert max(members(first)) == 2

@@ -220,12 +220,14 @@ def ledger(closed: mh.RoundClosed) -> dict:
 def dial_by_points(child: Any) -> None:
     """What this process sends passes by its points; it says when it is in the roster."""
     from manyhands.replica import session
-    from tests.collectives.rounds_peer import Trip
+    from tests.collectives.rounds_peer import Leaky, Trip
 
     dial = session.dial
 
     def dial_as_told(*where: Any) -> Trip:
-        trip = Trip(dial(*where), child.orders["points"], child.reached)
+        link = dial(*where)
+        link = Leaky(link, child.orders["loses"]) if "loses" in child.orders else link
+        trip = Trip(link, child.orders["points"], child.reached)
         child.say({"dialed": trip.me.name})
         return trip
 

@@ -124,9 +124,8 @@ class Rounds:
         ended = lambda: self._stopped or self._machine.stopped  # noqa: E731
         self._words = Words(link, self._errands, self._courier, ended, self._feed, self._fail)
         self._aside = Courier(link, self._fail, skip_s=link.terms.lease_s)
-        part_bytes = link.terms.part_bytes
         self._post = Post(
-            self._courier, self._aside, self._bank, self._pool, part_bytes, self._lock
+            self._courier, self._aside, self._bank, self._pool, link.terms.part_bytes, self._lock
         )
         self._reader: threading.Thread | None = None
 
@@ -487,6 +486,7 @@ class Rounds:
 
     def _file_sum(self, sender: int, head: m.Sum, block: Block | None) -> Block | None:
         """The block that it lies in from now on; None if it is of no use."""
+        self._pursuit.heard = max(self._pursuit.heard, head.round + 1)
         block = self._pool.take(0) if block is None else block
         if block.tensor.numel() == self._adder.result_bytes(head):
             followed = self._pursuit.num_followed * self.layout.num_parts
