@@ -86,15 +86,17 @@ class Conductor:
     """Used by the user's thread alone. Whoever is excluded comes back by itself.
 
     `connect` joins the run anew and returns an engine that serves. `take` loads a state that came.
-    `look` is called whenever there is time. `enough`: so many follow that the first round with
-    samples may begin, for which this peer waits `gather_s` at most. `nothing` is a contribution
-    that counts nothing. `offers`: this peer has a state that a run may start from.
+    `look` is called whenever there is time, `between` when the state is the one after so many
+    rounds: between two bodies. `enough`: so many follow that the first round with samples may
+    begin, for which this peer waits `gather_s` at most. `nothing` is a contribution that counts
+    nothing. `offers`: this peer has a state that a run may start from.
     """
 
     connect: Callable[[], Rounds]
     take: Callable[[Snapshot], Base]
     tell: Callable[[Event], None]
     look: Callable[[], None]
+    between: Callable[[int], None]
     enough: Callable[[Rounds], bool]
     nothing: Sequence[Tensor]
     base: Base
@@ -163,6 +165,7 @@ class Conductor:
                 case Committed() if self.base.openings.is_opening(outcome.round):
                     outcome.result.close()
                     self.advance(outcome)
+                    self.between(self.base.applied)  # before the next round has another state
                 case Committed():
                     turn = self._turn(outcome.round, EMPTY)
                     turn.committed = outcome

@@ -73,8 +73,6 @@ class Replica:
         self._started_s = 0.0
         self._speed = 0.0
         self.on_commit: Callable[[int, Committed], None] = lambda round_, committed: None
-        self.between: Callable[[int], None] = lambda applied: None
-        """Called between two bodies: the state is the one after so many rounds."""
 
     def watch(self, model: Module, parameters: list[Any]) -> None:
         """Meet the rounds from this model's backwards."""
@@ -86,7 +84,7 @@ class Replica:
     def next_turn(self) -> Turn | None:
         """End the last body, and see what comes next; `begin` it before its body."""
         self.settle()
-        self.between(self._conductor.base.applied)
+        self._conductor.between(self._conductor.base.applied)
         return self._conductor.next_turn()
 
     @_outside_inference

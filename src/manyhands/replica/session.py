@@ -152,6 +152,7 @@ class Session:
             self._take,
             self._tell,
             self._look,
+            self._between,
             self._is_gathered,
             self._gradients.nothing(),
             base or Base(0, b""),
@@ -172,7 +173,6 @@ class Session:
             loss=options.loss,
             balance=options.shares == "speed",
         )
-        self.replica.between = self._between
         self.replica.on_commit = self._closed
         self.listeners: list[Callable[[RoundClosed], None]] = []
         self._fetchers = [fetcher_for(source, place.seed, calendar)]
