@@ -573,6 +573,18 @@ def test_a_loop_that_ends_before_a_newcomer_is_taken_in():
     assert over == [("first", False), ("second", True)]
 
 
+def test_a_loop_that_ends_with_a_turn_of_a_later_epoch():
+    """A state has come that is further than this loop goes, and with it something to compute."""
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        for batch in loader:
+            body(hand, model, optimizer, batch)
+        inner = hand._session.loader
+        inner._held = inner._replica.next_turn()
+
+    together(Recipe(loop), TWO)
+
+
 # -- parameters ---------------------------------------------------------------------------------
 
 

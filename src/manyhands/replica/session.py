@@ -227,7 +227,7 @@ class Session:
 
     def finish(self) -> None:
         """The user's loop has ended: go when the others can do without this peer."""
-        turn = self.replica.abandon()
+        turn = self.replica.abandon() or self.loader.abandon()
         self._between(self.conductor.base.applied)
         last = not self.roster or self._leads()
         ended = self._num_rounds is not None and self.conductor.base.round >= self._num_rounds
