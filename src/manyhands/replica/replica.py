@@ -158,7 +158,7 @@ class Replica:
                 hint="run loss.backward() in every iteration; to leave a batch out, "
                 "multiply its loss by 0 or call run.weight(0) before it",
             )
-        committed = self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
+        committed = self._give_nothing(turn, 0.0)
         if committed is None:
             return
         if committed.weight == 0.0:
@@ -179,11 +179,16 @@ class Replica:
         """What was said of it counts."""
         committed = turn.committed
         if turn.task is not None:
-            unused = [False] * self._gradients.num_tensors
-            self._scalars.end_pass(turn.task.generation, self._weight_of(turn), unused)
-            committed = self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
+            committed = self._give_nothing(turn, self._weight_of(turn))
         if committed is not None:
             self._apply_nothing(turn, committed)
+
+    def _give_nothing(self, turn: Turn, weight: float) -> Committed | None:
+        """No gradient; what was said counts so much."""
+        assert turn.task is not None
+        unused = [False] * self._gradients.num_tensors
+        self._scalars.end_pass(turn.task.generation, weight, unused)
+        return self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
 
     # -- inside a body --------------------------------------------------------------------------
 
@@ -252,9 +257,7 @@ class Replica:
         assert turn.task is not None
         if weight <= 0:
             self._measure(turn)
-            unused = [False] * self._gradients.num_tensors
-            self._scalars.end_pass(turn.task.generation, 0.0, unused)
-            return self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
+            return self._give_nothing(turn, 0.0)
         # Sums are of the order of one batch, whatever its size: w / B of a mean.
         whole = float(self._batch(turn.round))
         share = weight / whole

@@ -372,6 +372,7 @@ class Session:
         )
         alone = isinstance(self._place.address, LocalAddress)
         self._watch.begin(me.incarnation, b"" if alone else arithmetic_of(self._device))
+        self.scalars.restart()
         rounds.report, rounds.note = self._report, self.scalars.note
         self._snapshots.attach(rounds)
         rounds.start()
