@@ -114,3 +114,12 @@ def test_one_dies_while_the_run_opens(zygote, url):
         fourth = hands.join()
         hands.finish(second, fourth)
         assert fourth.wait() == 0, fourth.report()  # it may have come too late
+
+
+def test_one_after_the_other_dies_while_the_run_opens(zygote, url):
+    """No sample was computed yet, and so none is to blame."""
+    with Hands(zygote, url, min_peers=4, dies_opening=True) as hands:
+        some = [hands.join() for _ in range(4)]
+        dead = [hand for hand in some if hand.wait() == -signal.SIGKILL]
+        assert len(dead) == 3
+        hands.finish(*dead)

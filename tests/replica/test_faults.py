@@ -63,7 +63,6 @@ class TestNetwork:
             hands.finish()
             assert max(said["round"] for said in far.said if "round" in said) > alone
 
-
     def test_put_out_in_a_round_that_it_then_does_alone(self, zygote, hub):
         """What it has said of its share before is said again, and counts once."""
         at_forward = {"what": "forward", "round": 5}

@@ -20,8 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import manyhands as mh
+from manyhands.core.peers import PeerState
 from manyhands.data.calendar import Calendar
 from manyhands.data.order import Order
+from manyhands.replica.conductor import Conductor
 from manyhands.replica.deviation import Deviated
 from manyhands.replica.replica import seed_of_pass
 
@@ -150,13 +152,16 @@ def train(
     deadly: int | None = None,
     astray: list[int] | None = None,
     flush: bool = False,
+    dies_opening: bool = False,
     **options: Any,
 ) -> None:
     """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round.
 
     In rounds that are `astray` its optimizer is off by the last bit of one number. `flush`: its
-    arithmetic is another one, though not for numbers that come up here.
+    arithmetic is another one, though not for numbers that come up here. `dies_opening`: see there.
     """
+    if dies_opening:
+        die_opening()
     torch.set_flush_denormal(flush)
     teller = teller or Teller()
     model, optimizer, schedule = make(grain, device)
@@ -203,6 +208,22 @@ def train(
     deviated = [e for e in hand.events if isinstance(e, Deviated)]
     named = [[e.peer.name, e.round, e.tensor] for e in deviated]
     teller.say({"done": hand.round, "shadow": shadow(model), "deviated": named})
+
+
+def die_opening() -> None:
+    """Whoever is to gather the others in an opening dies once all are there; the last one not."""
+    gather = Conductor._open
+
+    def gather_and_die(self: Conductor, task: Any) -> None:
+        if self.base.openings.is_gathering(task.round):
+            view = self.rounds.outlook.wait_for_view(
+                lambda view: len(view.peers(PeerState.ACTIVE)) == len(view.roster)
+            )
+            if len(view.roster) > 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        gather(self, task)
+
+    Conductor._open = gather_and_die
 
 
 def nudge(tensor: torch.Tensor, place: int = 1000) -> None:

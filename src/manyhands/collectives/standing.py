@@ -53,6 +53,8 @@ class Course:
     """After how many rounds the run is finished; without it, when everybody leaves.
 
     A function, if a peer without a state cannot know."""
+    harmless: Callable[[int], bool] = lambda round_: False
+    """Whether nothing is computed in a round, so that its samples cannot have killed anybody."""
     form: str = ""
     """The tensors and how they travel, in words; peers whose words differ cannot average."""
     on_refusal: OnRefusal = OnRefusal.SKIP

@@ -361,6 +361,7 @@ class Session:
             self._gradients.like,
             num_samples=self._num_units,
             num_rounds=None if self._num_rounds is None else self._num_engine_rounds,
+            harmless=lambda number: self._openings.is_opening(number),
             wire=self._options.wire,
             refuse=self._refuse,
             on_refusal=POLICIES[self._options.bad_gradients],
