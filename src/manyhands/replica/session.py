@@ -96,7 +96,9 @@ class Session:
         most = 1 if options.grain_size else options.max_pass or source.batch
         agenda = self._agenda = Agenda(calendar, most)
         if evaluated is not None:
-            agenda = self._agenda = Agenda(calendar, most, evaluated.size, evaluated.batch)
+            days = Calendar(evaluated.size, evaluated.batch, evaluated.drop_last)
+            num_evaluated = days.samples_per_epoch
+            agenda = self._agenda = Agenda(calendar, most, num_evaluated, evaluated.batch)
         self._num_rounds = (
             None if options.epochs is None else options.epochs * agenda.rounds_per_epoch
         )
@@ -126,7 +128,8 @@ class Session:
             parameters, buffers, optimizers, source, _agreed(place, options, source, things)
         )
         if evaluated is not None:
-            self.description["evaluation"] = describe_data(evaluated)
+            counted = {"samples": agenda.num_evaluated}
+            self.description["evaluation"] = describe_data(evaluated) | counted
         num_bytes = sum(t.numel() * t.element_size() for t in self._gradients.like)
         self._snapshots = Snapshots(
             self.description,
@@ -188,7 +191,7 @@ class Session:
         self.loader.at_end = self._at_end
         self.evaluation: Evaluation | None = None
         if evaluated is not None:
-            days = Calendar(evaluated.size, evaluated.batch)
+            days = Calendar(evaluated.size, evaluated.batch, evaluated.drop_last)
             self._fetchers.append(fetcher_for(evaluated, place.seed, days))
             self.evaluation = Evaluation(self.loader, self._fetchers[1])
         self._signals = Signals()
