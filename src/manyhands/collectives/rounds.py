@@ -203,7 +203,8 @@ class Rounds:
             if opened.task.generation == self._bank.generation:
                 if opened.weight > 0:
                     self._bank.lend(opened.flats, opened.weight)
-                fit = self._machine.members == (self._me,) and self._alone.fits()
+                last = not self._machine.claims - self._machine.bank - opened.ranges
+                fit = last and self._machine.members == (self._me,) and self._alone.fits()
                 self._feed(e.Computed(opened.task.round, opened.ranges, fit))
 
     def abort(self, error: ManyhandsError) -> None:
