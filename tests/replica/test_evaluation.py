@@ -316,9 +316,9 @@ def test_a_backward_in_an_evaluation_is_told():
 
 def test_a_data_set_in_place_of_a_loader_is_told():
     """A batch size beside it would be that of what is trained on."""
-    with pytest.raises(UsageError, match="HeldOut has no batch size") as caught, mh.join() as run:
-        model = net()
-        run.wrap(model, adam(model), DataLoader(Points(), BATCH), evaluation=HeldOut())
+    model, data = net(), DataLoader(Points(), BATCH)
+    with mh.join() as run, pytest.raises(UsageError, match="HeldOut has no batch size") as caught:
+        run.wrap(model, adam(model), data, evaluation=HeldOut())
     assert "give a DataLoader" in str(caught.value)
 
 

@@ -105,11 +105,12 @@ def pack(bits: int) -> bytes:
 class Schedule:
     """Where the training is; `advance` takes it one committed round further."""
 
-    def __init__(self, names: Sequence[str], n_epoch: int) -> None:
-        """`names`: the sorted `trainers_queues`."""
-        self._names, self._n_epoch = names, n_epoch
+    def __init__(self, names: Sequence[str], n_epoch: int, num_states: int = 1) -> None:
+        """`names`: the sorted `trainers_queues`. `num_states`: rounds of EQUALIZE."""
+        self._names, self._n_epoch, self._num_states = names, n_epoch, num_states
         self.phase = Phase.GATHER
         self.present: dict[int, Standing] = {}
+        self.equalized = 0  # states that all have from the source
         self.epoch = self.step = 0  # the step of the epoch is the line that each trainer does
         self.fault: TrainingBroken | None = None  # why they cannot train; then they are DONE, too
         self._steps = 0
@@ -118,7 +119,7 @@ class Schedule:
 
     @property
     def source(self) -> int:
-        """Whose weights all of them start from: the first one by name."""
+        """Whose weights, and momentum, all of them start from: the first one by name."""
         return min(self.present)
 
     @property
@@ -145,8 +146,12 @@ class Schedule:
                 self.fault = self._compare_settings()
                 self.phase = Phase.EQUALIZE if self.fault is None else Phase.DONE
             case Phase.EQUALIZE:
+                source = self.source
                 news += self._find_lost(note)
-                if weight > 0:  # else the one who should have given its weights is gone
+                # Else the one who should have given its weights is gone: all from another one.
+                same = weight > 0 and self.source == source
+                self.equalized = self.equalized + 1 if same else 0
+                if self.equalized == self._num_states:
                     self.phase = Phase.TRAIN
                     self._turn_epoch()
             case Phase.TRAIN:
