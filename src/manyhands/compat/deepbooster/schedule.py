@@ -67,7 +67,7 @@ def write_standing(standing: Standing) -> bytes:
     return msgspec.msgpack.encode(standing)
 
 
-def write_note(parts: Sequence[Part], *, gathered: bool) -> bytes:
+def write_note(parts: Sequence[Part], *, gathered: bool, num_trainers: int) -> bytes:
     """The lead's note on a round, from all contributions to part 0."""
     standings: list[Standing] = []
     counted: list[int] = []
@@ -79,6 +79,8 @@ def write_note(parts: Sequence[Part], *, gathered: bool) -> bytes:
             )
         except msgspec.DecodeError:
             continue  # of another release: to the others, that trainer is gone
+        if standing.place >= num_trainers:
+            continue  # no trainer of this training: likewise
         standings.append(msgspec.structs.replace(standing, used=b""))
         if part.ranges:  # all of a round's samples stand for one line of each member
             counted.append(standing.place)
@@ -86,11 +88,15 @@ def write_note(parts: Sequence[Part], *, gathered: bool) -> bytes:
     return msgspec.msgpack.encode(Note(gathered, tuple(standings), tuple(counted), pack(used)))
 
 
-def read_note(data: bytes) -> Note:
+def read_note(data: bytes, num_trainers: int) -> Note:
     """Raises TrainingBroken for what is none."""
     try:
-        return msgspec.msgpack.decode(data, type=Note)
-    except msgspec.DecodeError as error:
+        note = msgspec.msgpack.decode(data, type=Note)
+        highest = max((*(one.place for one in note.standings), *note.counted), default=0)
+        if highest >= num_trainers:
+            raise ValueError(f"trainer {highest} of {num_trainers}, from 0")
+        return note
+    except (msgspec.DecodeError, ValueError) as error:
         raise TrainingBroken(
             f"another trainer sent what is no note about a training: {error}",
             hint="do all of them have the same release of manyhands?",

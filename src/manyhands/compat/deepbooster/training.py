@@ -265,7 +265,7 @@ class Training:
 
     def _take(self, committed: Committed) -> None:
         schedule, phase, epoch = self._schedule, self._schedule.phase, self._schedule.epoch
-        note = read_note(committed.sums[0].notes)
+        note = read_note(committed.sums[0].notes, len(self._names))
         try:
             if committed.weight > 0:
                 committed.result.read_into(self._learner.tensors)
@@ -311,4 +311,5 @@ class Training:
         return msgspec.structs.replace(report, scalars=write_standing(self._standing))
 
     def _write_note(self, parts: Sequence[m.Part]) -> bytes:
-        return write_note(parts, gathered=self._is_gathered())
+        gathered = self._is_gathered()
+        return write_note(parts, gathered=gathered, num_trainers=len(self._names))
