@@ -123,3 +123,16 @@ def test_one_after_the_other_dies_while_the_run_opens(zygote, url):
         dead = [hand for hand in some if hand.wait() == -signal.SIGKILL]
         assert len(dead) == 3
         hands.finish(*dead)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_only_one_with_a_state_dies_while_it_sends_that(zygote, hub, before):
+    """Who waits for it came with a state, had to drop it, and must not wait for ever."""
+    point = {"what": "Snapshot", "before": before}
+    with Hands(zygote, f"{hub.address}?insecure=1", epochs=1000) as hands:
+        first = hands.join(point, pace_s=0.01)
+        first.until(reached(0))
+        another = hands.join()
+        assert first.wait() == -signal.SIGKILL
+        assert another.wait() == 1, another.report()
+        assert "had a state, and nobody has it any more" in another.report()

@@ -226,6 +226,7 @@ class Standing(ABC):
         takes over like any follower, which is reported.
         """
         self.trusted = self.founded = True
+        self._drop_sums(lambda _: False)  # of those who had one, and are gone
         # The state may be the last one of an earlier run: its numbers mean nothing here, and what
         # its members had planned, say to leave, they do not any more.
         self.record = msgspec.structs.replace(self._first_record(), sync=self._governing().sync)

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -34,7 +35,7 @@ from manyhands.collectives.messages import Record, Snapshot
 from manyhands.collectives.outcomes import Committed, Outcome, Stopped, Task
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.rounds import Rounds
-from manyhands.core.errors import Excluded, LinkError, LinkTimeout, ManyhandsError
+from manyhands.core.errors import Excluded, LinkError, LinkTimeout, ManyhandsError, UsageError
 from manyhands.core.peers import PeerState
 from manyhands.replica.agenda import Agenda
 from manyhands.replica.openings import Openings, opened_chain
@@ -272,9 +273,10 @@ class Conductor:
                 return self.rounds.next(_TICK_S)
             except LinkTimeout:
                 self.look()  # the link itself says when somebody, or the meeting point, is gone
-                if self.healing and self.rounds.outlook.is_first:
+                if self.rounds.outlook.is_stranded:
                     self.healing = False  # nobody is left to have another state
-                    self._offer()
+                    with suppress(UsageError):  # one has just come
+                        self._offer()
                 if not self.offers and self.rounds.outlook.must_start:
                     self._rejoin()  # behind those who can
 
