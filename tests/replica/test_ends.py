@@ -136,3 +136,17 @@ def test_the_only_one_with_a_state_dies_while_it_sends_that(zygote, hub, before)
         assert first.wait() == -signal.SIGKILL
         assert another.wait() == 1, another.report()
         assert "had a state, and nobody has it any more" in another.report()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_founder_dies_while_the_run_opens_at_its_first_snapshot(zygote, hub, tmp_path, before):
+    """The state is for one that has none; another one has brought its own, and goes on."""
+    point = {"what": "Snapshot", "before": before}
+    with Hands(zygote, f"{hub.address}?insecure=1", min_peers=3) as hands:
+        founder = hands.join(point)
+        founder.until(lambda said: "dialed" in said)
+        hands.join()
+        late = hands.join(checkpoints=str(tmp_path), resume=True)
+        assert founder.wait() == -signal.SIGKILL
+        hands.finish(founder, late)
+        assert late.wait() == 0, late.report()  # it may have come too late for the rest
