@@ -224,6 +224,25 @@ class Trip:
         return bool(like) and like[-1] is self._seen[-1] and count in ("any", len(like))
 
 
+class Leaky:
+    """A link that has a hole wherever such a message would have come."""
+
+    def __init__(self, link, what: str) -> None:
+        self._link, self._what = link, what
+
+    def __getattr__(self, name):
+        return getattr(self._link, name)
+
+    def receive(self, *options):
+        from manyhands.collectives import messages as m
+        from manyhands.links.base import Delivery, Gap
+
+        event = self._link.receive(*options)
+        if isinstance(event, Delivery) and type(m.decode(event.message)).__name__ == self._what:
+            return Gap()
+        return event
+
+
 class Child:
     """A peer's process."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from manyhands.collectives import alone
 from manyhands.collectives.alone import are_finite
 from manyhands.collectives.outcomes import Committed, Retry
 from manyhands.links.hub import Hub
@@ -54,6 +55,23 @@ def test_a_share_in_several_passes():
         committed.result.read_into(mean)
         committed.result.close()
     assert mean[0].tolist() == [1.0, 2.0]
+
+
+def test_values_are_looked_at_once_a_round(monkeypatch):
+    """Not after every pass: a GPU has to finish before it can answer."""
+    looks = []
+    monkeypatch.setattr(alone, "are_finite", lambda tensors: looks.append(1) or are_finite(tensors))
+    with Group("local://", 1, [torch.empty(2)]) as group:
+        task = group.task(0)
+        looks.clear()
+        pieces = task.ranges.pieces([1] * len(task.ranges))
+        for ranges in pieces:
+            given = [torch.tensor([1.0, 2.0])]
+            group.peers[0].contribute(task, given, weight=1.0, ranges=ranges)
+        committed = group.next(0, Committed)
+        assert committed.result.alone
+        committed.result.close()
+    assert len(looks) == 1 < len(pieces)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

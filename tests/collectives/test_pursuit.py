@@ -44,6 +44,16 @@ class Chase:
         self.follow()
         self.pursuit.lose(int(self.made))
 
+    def start_over(self) -> None:
+        self.pursuit.heard = int(self.made)
+        self.pursuit.start_over()
+
+    def wait(self, seconds: float, *, run: float) -> None:
+        """For a state that does not come in time."""
+        self.now_s += seconds
+        self.made += seconds * run
+        self.start_over()
+
     def replay(self, seconds: float, *, run: float, own: float) -> bool:
         """Whether it catches up in that time. It looks after every round."""
         if self.look():
@@ -102,3 +112,45 @@ def test_starting_over_twice_is_enough():
     chase.replay(3, run=100.0, own=1.0)
     with pytest.raises(TooSlow, match="the run makes 100 rounds a second"):
         chase.lose()
+
+
+def test_one_whose_state_never_comes_in_time_gives_up_and_says_why():
+    """Its link is too slow: there is a hole in what follows before the state is here."""
+    chase = Chase()
+    chase.start_over()  # the state that it had brought is none of this run
+    chase.wait(10.0, run=3.0)
+    with pytest.raises(TooSlow) as caught:
+        chase.wait(10.0, run=3.0)
+    assert (caught.value.run_rate, caught.value.own_rate) == pytest.approx((3.0, 0.0))
+    assert "and is 30 rounds behind" in str(caught.value)
+    assert "link" in str(caught.value)
+
+
+def test_a_state_that_comes_later_than_others_is_no_defeat():
+    chase = Chase()
+    chase.start_over()
+    chase.wait(10.0, run=3.0)
+    assert chase.replay(100, run=3.0, own=4.0)
+    for _ in range(3):  # within a lap: a network that breaks says nothing about speed
+        chase.wait(3.0, run=3.0)
+
+
+def test_a_hole_now_and_then_is_no_defeat_for_one_that_gains():
+    chase = Chase(behind=1000)
+    chase.start_over()
+    for _ in range(5):
+        assert not chase.replay(15, run=1.0, own=2.0)
+        chase.wait(0.0, run=1.0)
+
+
+def test_no_time_counts_twice():
+    """It had no room for more, and then starts over for that."""
+    chase = Chase()
+    chase.start_over()
+    chase.wait(8.0, run=100.0)
+    chase.replay(3, run=100.0, own=1.0)
+    chase.lose()
+    chase.start_over()
+    chase.wait(9.0, run=100.0)
+    with pytest.raises(TooSlow, match="the run makes 100 rounds a second"):
+        chase.wait(9.0, run=100.0)

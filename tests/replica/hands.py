@@ -39,11 +39,17 @@ class Hands:
     def num_rounds(self) -> int:
         return self.epochs * -(-SIZE // BATCH)
 
-    def join(self, *points: dict, **train) -> PeerProcess:
-        """One more. It may be told to die, to say so, or to wait at some points."""
+    def join(self, *points: dict, loses: str | None = None, **train) -> PeerProcess:
+        """One more. It may be told to die, to say so, or to wait at some points.
+
+        Its link `loses` messages of that kind.
+        """
         name = f"hand{len(self.all)}"
         orders = {"url": self._url, "run": self.run, "name": name, **self._train, **train}
-        hand = PeerProcess(self._zygote, name, program=PROGRAM, points=list(points), train=orders)
+        more = {} if loses is None else {"loses": loses}
+        hand = PeerProcess(
+            self._zygote, name, program=PROGRAM, points=list(points), train=orders, **more
+        )
         hand.life = self._life
         self.all.append(hand)
         return hand

@@ -112,7 +112,8 @@ def test_the_first_of_the_roster_saves_and_the_newest_stay(zygote, url, tmp_path
 def test_without_a_checkpoint_it_waits_for_who_has_one(zygote, url, tmp_path):
     """It must not begin the run anew in silence."""
     with Hands(zygote, url, save_every=1) as hands:
-        first = hands.join(checkpoints=str(tmp_path / "one"))
+        hold = {"what": "forward", "round": 10, "then": "wait"}  # or it may end by itself
+        first = hands.join(hold, checkpoints=str(tmp_path / "one"))
         first.until(saved(tmp_path / "one", 3))
         hands.kill()
         second = hands.join(checkpoints=str(tmp_path / "none"), resume=True)

@@ -114,3 +114,39 @@ def test_one_dies_while_the_run_opens(zygote, url):
         fourth = hands.join()
         hands.finish(second, fourth)
         assert fourth.wait() == 0, fourth.report()  # it may have come too late
+
+
+def test_one_after_the_other_dies_while_the_run_opens(zygote, url):
+    """No sample was computed yet, and so none is to blame."""
+    with Hands(zygote, url, min_peers=4, dies_opening=True) as hands:
+        some = [hands.join() for _ in range(4)]
+        dead = [hand for hand in some if hand.wait() == -signal.SIGKILL]
+        assert len(dead) == 3
+        hands.finish(*dead)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_only_one_with_a_state_dies_while_it_sends_that(zygote, hub, before):
+    """Who waits for it came with a state, had to drop it, and must not wait for ever."""
+    point = {"what": "Snapshot", "before": before}
+    with Hands(zygote, f"{hub.address}?insecure=1", epochs=1000) as hands:
+        first = hands.join(point, pace_s=0.01)
+        first.until(reached(0))
+        another = hands.join()
+        assert first.wait() == -signal.SIGKILL
+        assert another.wait() == 1, another.report()
+        assert "had a state, and nobody has it any more" in another.report()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_founder_dies_while_the_run_opens_at_its_first_snapshot(zygote, hub, tmp_path, before):
+    """The state is for one that has none; another one has brought its own, and goes on."""
+    point = {"what": "Snapshot", "before": before}
+    with Hands(zygote, f"{hub.address}?insecure=1", min_peers=3) as hands:
+        founder = hands.join(point)
+        founder.until(lambda said: "dialed" in said)
+        hands.join()
+        late = hands.join(checkpoints=str(tmp_path), resume=True)
+        assert founder.wait() == -signal.SIGKILL
+        hands.finish(founder, late)
+        assert late.wait() == 0, late.report()  # it may have come too late for the rest

@@ -141,6 +141,20 @@ class Moving(nn.Module):
         return self.net(x)
 
 
+def test_the_last_batch_dropped():
+    """As a DataLoader does."""
+    seen = []
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        train(hand, model, optimizer, loader)
+        if not hand.alone:
+            evaluate(hand, model, seen)
+
+    dropped = DataLoader(HeldOut(), 4, drop_last=True)
+    together(Recipe(loop, epochs=1, options={"evaluation": dropped}), TWO)
+    assert sorted(i for *_, numbers in seen for i in numbers) == list(range(12))
+
+
 def test_it_leaves_no_trace(speeds):
     """As if nobody had evaluated."""
 
@@ -300,6 +314,14 @@ def test_a_backward_in_an_evaluation_is_told():
         together(Recipe(loop, options={"evaluation": held_out()}))
 
 
+def test_a_data_set_in_place_of_a_loader_is_told():
+    """A batch size beside it would be that of what is trained on."""
+    model, data = net(), DataLoader(Points(), BATCH)
+    with mh.join() as run, pytest.raises(UsageError, match="HeldOut has no batch size") as caught:
+        run.wrap(model, adam(model), data, evaluation=HeldOut())
+    assert "give a DataLoader" in str(caught.value)
+
+
 def test_evaluating_without_a_loader_is_told():
     with mh.join() as run:
         model = net()
@@ -308,15 +330,20 @@ def test_evaluating_without_a_loader_is_told():
             _ = run.evaluation
 
 
-def test_a_newcomer_that_evaluates_something_else_is_told():
+@pytest.mark.parametrize(
+    "other",
+    [held_out(size=HELD_OUT - 1), DataLoader(HeldOut(), 4, drop_last=True)],
+    ids=["smaller", "drops"],
+)
+def test_a_newcomer_that_evaluates_something_else_is_told(other):
     going, over, told = threading.Event(), threading.Event(), []
 
-    def peer(name, size):
+    def peer(name, evaluation):
         model = net()
         optimizer = adam(model)
         with mh.join("local:///evaluation-differs", name=name) as run:
             data = DataLoader(Points(), BATCH)
-            _, _, loader, _ = run.wrap(model, optimizer, data, evaluation=held_out(size=size))
+            _, _, loader, _ = run.wrap(model, optimizer, data, evaluation=evaluation)
             while not over.is_set():
                 for batch in loader:
                     mean_loss(model, batch).backward()
@@ -326,12 +353,12 @@ def test_a_newcomer_that_evaluates_something_else_is_told():
 
     def newcomer():
         try:
-            peer("other", HELD_OUT - 1)
+            peer("other", other)
         except mh.ManyhandsError as error:
             told.append(str(error))
         over.set()
 
-    first = threading.Thread(target=peer, args=("one", HELD_OUT), daemon=True)
+    first = threading.Thread(target=peer, args=("one", held_out()), daemon=True)
     first.start()
     assert going.wait(30)
     second = threading.Thread(target=newcomer, daemon=True)

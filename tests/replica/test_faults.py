@@ -63,6 +63,20 @@ class TestNetwork:
             hands.finish()
             assert max(said["round"] for said in far.said if "round" in said) > alone
 
+    def test_put_out_in_a_round_that_it_then_does_alone(self, zygote, hub):
+        """What it has said of its share before is said again, and counts once."""
+        at_forward = {"what": "forward", "round": 5}
+        with Hands(zygote, f"{hub.address}?insecure=1", shares="equal", min_peers=2) as hands:
+            first = hands.join({**at_forward, "then": "wait"})
+            second = hands.join({**at_forward, "then": "say"})
+            second.until(lambda _: sum("at" in said for said in second.said) == 3)
+            room = hub.room(hands.run)
+            peer = next(line.peer for line in room.view.roster if line.peer.name == second.name)
+            room.dismiss(peer, "it was silent")
+            second.until(lambda _: sum("dialed" in said for said in second.said) == 2)
+            first.kill()
+            hands.finish(first)
+
 
 class TestMeetingPoint:
     def test_a_hub_that_restarts(self, zygote, tmp_path):

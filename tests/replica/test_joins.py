@@ -63,6 +63,16 @@ def test_ten_at_once(zygote, url):
         assert max(sent) <= sum(sent) / 2, sent
 
 
+def test_one_without_a_state_while_the_run_opens(zygote, url, tmp_path):
+    """It asks the founder, which is alone, and gets the state before any round with samples."""
+    with Hands(zygote, url, epochs=1000, grain=None, min_peers=2) as hands:
+        founder = hands.join(pace_s=0.005)
+        founder.until(lambda said: "dialed" in said)
+        newcomer = hands.join(checkpoints=str(tmp_path), resume=True)
+        until_members(founder, 2)
+        assert newcomer.until(lambda said: "round" in said)["round"] == 0
+
+
 def test_one_that_cannot_keep_up(zygote, url):
     """It is told how fast the run is and how fast it was itself, and no round has waited for it."""
     with Hands(zygote, url, epochs=40, lease_s=1.0) as hands:
@@ -73,4 +83,16 @@ def test_one_that_cannot_keep_up(zygote, url):
         assert rates is not None, slow.report()
         assert float(rates[1]) > float(rates[2])
         hands.finish(slow)
+        assert max(members(first)) == 2
+
+
+def test_one_whose_state_never_comes_in_time(zygote, url):
+    """Its link alone is too slow: what follows has a hole before the state is here, every time."""
+    with Hands(zygote, url, epochs=1000, lease_s=1.0) as hands:
+        first, _ = begin_two(hands)
+        slow = hands.join(loses="Snapshot")
+        assert slow.wait() == 1, slow.report()
+        rates = re.search(r"makes (\S+) rounds a second, .* replay (\S+),", slow.report())
+        assert rates is not None, slow.report()
+        assert float(rates[1]) > float(rates[2]) == 0.0
         assert max(members(first)) == 2

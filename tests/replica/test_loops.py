@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -484,6 +485,23 @@ def test_a_gradient_that_is_no_number_does_not_count():
     compare(Recipe(loop), ALONE)
 
 
+def test_a_gradient_that_does_not_count_is_let_go():
+    """It is as large as the model."""
+    model = net()
+    optimizer = adam(model)
+    weight, gradients = model[0].weight, []
+    weight.register_post_accumulate_grad_hook(lambda p: gradients.append(weakref.ref(p.grad)))
+    with mh.join() as run:
+        _, _, loader, _ = run.wrap(model, optimizer, DataLoader(Points(), BATCH), epochs=1)
+        for number, batch in enumerate(loader):
+            if number == 1:
+                assert gradients[0]() is None
+            loss = mean_loss(model, batch)
+            (loss * math.nan if number == 0 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_all_stop_early_by_a_common_number():
     def loop(hand, model, optimizer, loader, scheduler):
         for _ in range(EPOCHS):
@@ -571,6 +589,18 @@ def test_a_loop_that_ends_before_a_newcomer_is_taken_in():
     assert over == [("first", False)]
     threads[1].join(30)
     assert over == [("first", False), ("second", True)]
+
+
+def test_a_loop_that_ends_with_a_turn_of_a_later_epoch():
+    """A state has come that is further than this loop goes, and with it something to compute."""
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        for batch in loader:
+            body(hand, model, optimizer, batch)
+        inner = hand._session.loader
+        inner._held = inner._replica.next_turn()
+
+    together(Recipe(loop), TWO)
 
 
 # -- parameters ---------------------------------------------------------------------------------

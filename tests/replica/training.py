@@ -20,8 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import manyhands as mh
+from manyhands.core.peers import PeerState
 from manyhands.data.calendar import Calendar
 from manyhands.data.order import Order
+from manyhands.replica.conductor import Conductor
 from manyhands.replica.deviation import Deviated
 from manyhands.replica.replica import seed_of_pass
 
@@ -150,13 +152,16 @@ def train(
     deadly: int | None = None,
     astray: list[int] | None = None,
     flush: bool = False,
+    dies_opening: bool = False,
     **options: Any,
 ) -> None:
     """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round.
 
     In rounds that are `astray` its optimizer is off by the last bit of one number. `flush`: its
-    arithmetic is another one, though not for numbers that come up here.
+    arithmetic is another one, though not for numbers that come up here. `dies_opening`: see there.
     """
+    if dies_opening:
+        die_opening()
     torch.set_flush_denormal(flush)
     teller = teller or Teller()
     model, optimizer, schedule = make(grain, device)
@@ -205,6 +210,22 @@ def train(
     teller.say({"done": hand.round, "shadow": shadow(model), "deviated": named})
 
 
+def die_opening() -> None:
+    """Whoever is to gather the others in an opening dies once all are there; the last one not."""
+    gather = Conductor._open
+
+    def gather_and_die(self: Conductor, task: Any) -> None:
+        if self.base.openings.is_gathering(task.round):
+            view = self.rounds.outlook.wait_for_view(
+                lambda view: len(view.peers(PeerState.ACTIVE)) == len(view.roster)
+            )
+            if len(view.roster) > 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        gather(self, task)
+
+    Conductor._open = gather_and_die
+
+
 def nudge(tensor: torch.Tensor, place: int = 1000) -> None:
     """To the next number, in one place."""
     one = tensor.detach().view(-1)[place : place + 1]
@@ -220,12 +241,14 @@ def ledger(closed: mh.RoundClosed) -> dict:
 def dial_by_points(child: Any) -> None:
     """What this process sends passes by its points; it says when it is in the roster."""
     from manyhands.replica import session
-    from tests.collectives.rounds_peer import Trip
+    from tests.collectives.rounds_peer import Leaky, Trip
 
     dial = session.dial
 
     def dial_as_told(*where: Any) -> Trip:
-        trip = Trip(dial(*where), child.orders["points"], child.reached)
+        link = dial(*where)
+        link = Leaky(link, child.orders["loses"]) if "loses" in child.orders else link
+        trip = Trip(link, child.orders["points"], child.reached)
         child.say({"dialed": trip.me.name})
         return trip
 

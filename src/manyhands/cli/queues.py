@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from typing import Annotated
 
 import typer
 
-from manyhands.core.address import AmqpAddress, parse_address
-from manyhands.core.errors import AddressError, Refused
+from manyhands.core.address import AmqpAddress
+from manyhands.core.errors import Refused
 from manyhands.links.amqp import login_of
 from manyhands.links.amqp.login import AmqpLogin
+from manyhands.links.amqp.plain import read_broker
 from manyhands.links.amqp.queues import check_queue, limited_user, look, purge, set_up
 
 app = typer.Typer(
@@ -25,7 +27,7 @@ Url = Annotated[
         "--url",
         envvar="MANYHANDS_URL",
         help="amqps://USER:PASSWORD@HOST/VHOST, or amqp:// for this machine's broker; "
-        "amqp:// to another needs ?insecure=1.",
+        "amqp:// to another works, with a warning.",
     ),
 ]
 Queues = Annotated[list[str], typer.Argument(metavar="QUEUE...", help="Names of queues.")]
@@ -97,9 +99,9 @@ def list_queues(names: Queues, url: Url, json_output: AsJson = False) -> None:
 
 
 def _broker(url: str, names: list[str]) -> tuple[AmqpAddress, AmqpLogin]:
-    address = parse_address(url)
-    if not isinstance(address, AmqpAddress):
-        raise AddressError(f"{address} is no broker", hint="give an amqp:// or amqps:// address")
+    address, warning = read_broker(url)
     for name in names:
         check_queue(name)
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr)
     return address, login_of(address)

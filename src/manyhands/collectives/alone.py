@@ -35,7 +35,10 @@ class Alone:
         self._own: Own | None = None
 
     def fits(self) -> bool:
-        """Whether what is in the bank could be a result: values that are refused could not."""
+        """Whether what is in the bank could be a result: values that are refused could not.
+
+        It looks at all of them: ask when the share is complete.
+        """
         if not self._possible or self._bank.empty:
             return False
         return not self._refuse or are_finite(self._bank.flats)

@@ -9,6 +9,7 @@ starts it anew; what was filled in by then is simply held.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from manyhands.collectives.attempt import Attempt
 from manyhands.collectives.book import Key
@@ -221,7 +222,10 @@ class Cutting(Attempt):
 
     def _settle(self, verdict: Verdict) -> Settlement:
         active = [p for p, s in self.participants.items() if s is PeerState.ACTIVE]
-        return settle(verdict, self._heard, self._governing(), active, self._whole())
+        found = settle(verdict, self._heard, self._governing(), active, self._whole())
+        if self.course.harmless(verdict.target):
+            return replace(found, losses=(), deadly=EMPTY)
+        return found
 
     def _tell_refused(self, refused: Ranges) -> None:
         """Others have seen it; whose it was, this peer knows if it holds a result that says so."""

@@ -70,6 +70,12 @@ class Outlook:
             return watching and next(iter(states), None) == self._machine.me
 
     @property
+    def is_stranded(self) -> bool:
+        """Whether that peer has none either: it waits for one that is gone."""
+        with self._news:
+            return self.is_first and not self._machine.based
+
+    @property
     def must_start(self) -> bool:
         """Whether others wait for this peer to start."""
         with self._news:

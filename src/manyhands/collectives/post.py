@@ -93,6 +93,10 @@ class Post:
             account.taken = max(account.taken, total)
             self._send_held()
 
+    def tell_taken(self, to: int, cut: ViewNumber, total: int) -> None:
+        """So much of what that peer has sent since the cut is put to use here."""
+        self.send(to, m.Taken(cut, total))
+
     def _is_wanted(self, part: m.Part) -> bool:
         begin = self._attempt
         return begin is not None and (part.round, part.attempt) == (begin.round, begin.attempt)

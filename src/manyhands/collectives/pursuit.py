@@ -2,7 +2,8 @@
 
 One that does not would never catch up, or hold up everybody once it was taken in. It may be slow at
 first, while it loads, compiles and warms up, and anybody is slow at times. So it is judged by laps,
-of several rounds and of some time, and gives up after two in a row without any gain.
+of several rounds and of some time, and gives up after two in a row without any gain. If its link is
+the slow one, it may never have a state to begin with: from one start to the next is a lap too.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ class Pursuit:
         self._clock = clock
         self._mark: _Mark | None = None  # from the first look at a state on
         self._first = 0  # round of that state
+        self._start: _Mark | None = None  # of a lap without a state, if it has not gained since
+        self._last = 0  # up to which round it had replayed at the last look
+        self._replayed = 0  # in all, from whatever states
         self._in_vain = 0
+        self.heard = 0
+        """So many rounds the run has made, or is about to: a result of the last one was here."""
 
     @property
     def num_followed(self) -> int:
@@ -57,32 +63,47 @@ class Pursuit:
         Whether it has caught up. Not before it has replayed one: it must have shown its speed.
         """
         now_s, mark = self._clock(), self._mark
+        self.heard = max(self.heard, made)
         replayed = made - self.num_followed
         if mark is None:
             self._mark, self._first = _Mark(now_s, made, replayed), replayed
-        elif replayed - mark.replayed >= _ROUNDS and now_s - mark.at_s >= self._lap_s:
-            self._mark = _Mark(now_s, made, replayed)
-            self._end_lap(mark, made, gained=replayed - mark.replayed > made - mark.made)
+        else:
+            self._replayed += replayed - self._last
+            if replayed - mark.replayed >= _ROUNDS and now_s - mark.at_s >= self._lap_s:
+                self._mark = lap = _Mark(now_s, made, replayed)
+                self._end_lap(mark, lap, gained=replayed - mark.replayed > made - mark.made)
+        self._last = replayed
         return made == replayed > self._first
 
     def lose(self, made: int) -> None:
         """There is no room for more rounds to follow."""
         if self._mark is not None:
-            self._end_lap(self._mark, made, gained=False)
+            lap = _Mark(self._clock(), made, made - self.num_followed)
+            self._end_lap(self._mark, lap, gained=False)
 
     def start_over(self) -> None:
         """From another state: what was followed is of no use."""
         self._mark = None
         self._forget()
+        start, lap = self._start, _Mark(self._clock(), self.heard, self._replayed)
+        if start is None:
+            self._start = lap
+        elif lap.at_s - start.at_s >= self._lap_s:
+            gained = lap.replayed - start.replayed >= lap.made - start.made
+            self._end_lap(start, lap, gained=gained)
 
-    def _end_lap(self, mark: _Mark, made: int, *, gained: bool) -> None:
-        self._in_vain = 0 if gained else self._in_vain + 1
+    def _end_lap(self, since: _Mark, now: _Mark, *, gained: bool) -> None:
+        if gained:
+            self._in_vain, self._start = 0, None
+            return
+        self._in_vain += 1
+        self._start = _Mark(now.at_s, self.heard, self._replayed)  # no time counts twice
         if self._in_vain == _CHANCES:
-            took_s = max(self._clock() - mark.at_s, 1e-9)
-            behind = self.num_followed
-            rates = (made - mark.made) / took_s, (made - behind - mark.replayed) / took_s
+            took_s = max(now.at_s - since.at_s, 1e-9)
+            made, replayed = now.made - since.made, now.replayed - since.replayed
+            behind = self.num_followed or made - replayed
             self._forget()  # nobody is to replay them before it hears of this
-            self._give_up(TooSlow(*rates, behind=behind))
+            self._give_up(TooSlow(made / took_s, replayed / took_s, behind=behind))
 
     def _forget(self) -> None:
         outcomes = list(self._outcomes)

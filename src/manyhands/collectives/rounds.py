@@ -55,7 +55,7 @@ from manyhands.collectives.standing import Course
 from manyhands.collectives.threads import start_thread
 from manyhands.collectives.words import Words
 from manyhands.core.errors import Excluded, LinkTimeout, ManyhandsError, UsageError, WireError
-from manyhands.core.peers import PeerId, View, ViewNumber
+from manyhands.core.peers import PeerId, View
 from manyhands.links.base import DEFAULT_TIMEOUT_S, Delivery, Gap, Link
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class Rounds:
         *,
         num_samples: Callable[[int], int],
         num_rounds: int | Callable[[], int] | None = None,
+        harmless: Callable[[int], bool] = lambda round_: False,
         wire: str = "fp32",
         refuse: bool = True,
         on_refusal: OnRefusal = OnRefusal.SKIP,
@@ -84,9 +85,9 @@ class Rounds:
         vouched: bool = False,
     ) -> None:
         """For tensors like these. `mail`: the link's `place`, so that what arrives lands where it
-        stays. `wire`, `refuse`, `num_measured`: see codecs, adder, layout. `form`: in words, what
-        peers must have in common; without it, the tensors and how they travel. `vouched`: the
-        meeting point is this process's own, and need not be asked who takes part."""
+        stays. `harmless`: see `Course`; `wire`, `refuse`, `num_measured`: codecs, adder, layout.
+        `form`: what peers must have in common, in words; else the tensors and how they travel.
+        `vouched`: the meeting point is this process's own, and need not be asked who is in."""
         self._link, self._state, self._vouched = link, state, vouched
         self._mail = mail or Mail()
         self._me = link.me.incarnation
@@ -95,6 +96,7 @@ class Rounds:
             num_parts=self.layout.num_parts,
             num_samples=num_samples,
             num_rounds=num_rounds,
+            harmless=harmless,
             form=form_of(self.layout, wire) if form is None else form,
             on_refusal=on_refusal,
         )
@@ -104,7 +106,6 @@ class Rounds:
         self._bank = Bank(self.layout, wire, self._pool)
         self._adder = Adder(self.layout, self._bank, self._pool, refuse=refuse)
         self._alone = Alone(self._bank, refuse=refuse)
-        self._shelf = Shelf(self._pool, self._tell_taken)
         self._most_sums = max(4 * self.layout.num_parts, BEHIND_BYTES // self._pool.block_bytes)
         self.report: Callable[[int, m.SelfReport], m.SelfReport] = lambda round_, report: report
         """A seam: what this peer says of itself with part 0 of a round."""
@@ -113,7 +114,6 @@ class Rounds:
         self._lock = threading.RLock()  # guards the machine and everything below
         self._news = threading.Condition(self._lock)
         self._outcomes: deque[Outcome] = deque()
-        self.outlook = Outlook(self._news, self._machine, self._shelf, self._outcomes)
         self._pursuit = Pursuit(self._outcomes, link.terms.lease_s, self.abort)
         self._attempt: i.Begin | None = None
         self._sent: set[int] = set()  # parts of this attempt that went before they were asked for
@@ -124,10 +124,11 @@ class Rounds:
         ended = lambda: self._stopped or self._machine.stopped  # noqa: E731
         self._words = Words(link, self._errands, self._courier, ended, self._feed, self._fail)
         self._aside = Courier(link, self._fail, skip_s=link.terms.lease_s)
-        part_bytes = link.terms.part_bytes
         self._post = Post(
-            self._courier, self._aside, self._bank, self._pool, part_bytes, self._lock
+            self._courier, self._aside, self._bank, self._pool, link.terms.part_bytes, self._lock
         )
+        self._shelf = Shelf(self._pool, self._post.tell_taken)
+        self.outlook = Outlook(self._news, self._machine, self._shelf, self._outcomes)
         self._reader: threading.Thread | None = None
 
     # -- the user's side ------------------------------------------------------------------------
@@ -202,7 +203,8 @@ class Rounds:
             if opened.task.generation == self._bank.generation:
                 if opened.weight > 0:
                     self._bank.lend(opened.flats, opened.weight)
-                fit = self._machine.members == (self._me,) and self._alone.fits()
+                last = not self._machine.claims - self._machine.bank - opened.ranges
+                fit = last and self._machine.members == (self._me,) and self._alone.fits()
                 self._feed(e.Computed(opened.task.round, opened.ranges, fit))
 
     def abort(self, error: ManyhandsError) -> None:
@@ -412,9 +414,6 @@ class Rounds:
         report = None if part.report is None else self.report(part.round, part.report)
         return msgspec.structs.replace(part, weight=self._bank.weight, report=report)
 
-    def _tell_taken(self, sender: int, cut: ViewNumber, total: int) -> None:
-        self._post.send(sender, m.Taken(cut, total))
-
     # -- receiving ------------------------------------------------------------------------------
 
     def _read(self) -> None:
@@ -487,6 +486,7 @@ class Rounds:
 
     def _file_sum(self, sender: int, head: m.Sum, block: Block | None) -> Block | None:
         """The block that it lies in from now on; None if it is of no use."""
+        self._pursuit.heard = max(self._pursuit.heard, head.round + 1)
         block = self._pool.take(0) if block is None else block
         if block.tensor.numel() == self._adder.result_bytes(head):
             followed = self._pursuit.num_followed * self.layout.num_parts

@@ -53,6 +53,8 @@ class Course:
     """After how many rounds the run is finished; without it, when everybody leaves.
 
     A function, if a peer without a state cannot know."""
+    harmless: Callable[[int], bool] = lambda round_: False
+    """Whether nothing is computed in a round, so that its samples cannot have killed anybody."""
     form: str = ""
     """The tensors and how they travel, in words; peers whose words differ cannot average."""
     on_refusal: OnRefusal = OnRefusal.SKIP
@@ -224,6 +226,7 @@ class Standing(ABC):
         takes over like any follower, which is reported.
         """
         self.trusted = self.founded = True
+        self._drop_sums(lambda _: False)  # of those who had one, and are gone
         # The state may be the last one of an earlier run: its numbers mean nothing here, and what
         # its members had planned, say to leave, they do not any more.
         self.record = msgspec.structs.replace(self._first_record(), sync=self._governing().sync)

@@ -61,8 +61,8 @@ class TooSlow(ManyhandsError):
         super().__init__(
             f"this peer cannot catch up: the run makes {run_rate:.3g} rounds a second, this peer "
             f"managed to replay {own_rate:.3g}, and is {behind} rounds behind",
-            hint="let it join on a faster machine, or with less beside it on this one; or give "
-            "the run longer rounds: a larger batch",
+            hint="let it join on a faster machine, by a faster link, or with less beside it on "
+            "this one; or give the run longer rounds: a larger batch",
         )
         self.run_rate = run_rate
         self.own_rate = own_rate

@@ -40,6 +40,11 @@ class Calendar:
         """At least one."""
         return self.size // self.batch if self.drop_last else -(-self.size // self.batch)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """That its rounds cover."""
+        return min(self.size, self.rounds_per_epoch * self.batch)
+
     def span(self, round: int) -> Span:
         """What this round covers."""
         epoch, turn = divmod(round, self.rounds_per_epoch)

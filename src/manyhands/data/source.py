@@ -65,7 +65,8 @@ class Source:
             if global_batch is None:
                 raise UsageError(
                     f"a {type(data).__name__} has no batch size",
-                    hint="give wrap(..., global_batch=N), or a DataLoader with its batch_size",
+                    hint="give a DataLoader with its batch_size; to train on, global_batch=N "
+                    "beside it does too",
                 )
             return cls(dataset=_check_dataset(data), batch=_check_batch(global_batch))
         dataset = _check_dataset(data.dataset)

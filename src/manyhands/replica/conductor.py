@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -34,7 +35,7 @@ from manyhands.collectives.messages import Record, Snapshot
 from manyhands.collectives.outcomes import Committed, Outcome, Stopped, Task
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.rounds import Rounds
-from manyhands.core.errors import Excluded, LinkError, LinkTimeout, ManyhandsError
+from manyhands.core.errors import Excluded, LinkError, LinkTimeout, ManyhandsError, UsageError
 from manyhands.core.peers import PeerState
 from manyhands.replica.agenda import Agenda
 from manyhands.replica.openings import Openings, opened_chain
@@ -86,15 +87,17 @@ class Conductor:
     """Used by the user's thread alone. Whoever is excluded comes back by itself.
 
     `connect` joins the run anew and returns an engine that serves. `take` loads a state that came.
-    `look` is called whenever there is time. `enough`: so many follow that the first round with
-    samples may begin, for which this peer waits `gather_s` at most. `nothing` is a contribution
-    that counts nothing. `offers`: this peer has a state that a run may start from.
+    `look` is called whenever there is time, `between` when the state is the one after so many
+    rounds: between two bodies. `enough`: so many follow that the first round with samples may
+    begin, for which this peer waits `gather_s` at most. `nothing` is a contribution that counts
+    nothing. `offers`: this peer has a state that a run may start from.
     """
 
     connect: Callable[[], Rounds]
     take: Callable[[Snapshot], Base]
     tell: Callable[[Event], None]
     look: Callable[[], None]
+    between: Callable[[int], None]
     enough: Callable[[Rounds], bool]
     nothing: Sequence[Tensor]
     base: Base
@@ -163,6 +166,7 @@ class Conductor:
                 case Committed() if self.base.openings.is_opening(outcome.round):
                     outcome.result.close()
                     self.advance(outcome)
+                    self.between(self.base.applied)  # before the next round has another state
                 case Committed():
                     turn = self._turn(outcome.round, EMPTY)
                     turn.committed = outcome
@@ -269,9 +273,10 @@ class Conductor:
                 return self.rounds.next(_TICK_S)
             except LinkTimeout:
                 self.look()  # the link itself says when somebody, or the meeting point, is gone
-                if self.healing and self.rounds.outlook.is_first:
+                if self.rounds.outlook.is_stranded:
                     self.healing = False  # nobody is left to have another state
-                    self._offer()
+                    with suppress(UsageError):  # one has just come
+                        self._offer()
                 if not self.offers and self.rounds.outlook.must_start:
                     self._rejoin()  # behind those who can
 

@@ -104,6 +104,7 @@ class Gradients:
                     "that: what has no gradient is left alone",
                 )
         self._means.clear()  # the user may have let go of them
+        self._lent = None  # of a round from which nothing was learnt
         self._before = [slot.tensor.clone() for slot in self._buffers]
         self._before_others = [slot.tensor.clone() for slot in self._others]
 

@@ -122,6 +122,11 @@ class Loader:
                 yield batch
         fetcher.close()
 
+    def abandon(self) -> Turn | None:
+        """The loop has ended: a turn of a later epoch, that nobody will take here."""
+        turn, self._held = self._held, None
+        return turn
+
     def _turns(self, leg: int) -> Iterator[Turn]:
         while (turn := self._next(leg)) is not None:
             yield turn

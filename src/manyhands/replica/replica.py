@@ -73,8 +73,6 @@ class Replica:
         self._started_s = 0.0
         self._speed = 0.0
         self.on_commit: Callable[[int, Committed], None] = lambda round_, committed: None
-        self.between: Callable[[int], None] = lambda applied: None
-        """Called between two bodies: the state is the one after so many rounds."""
 
     def watch(self, model: Module, parameters: list[Any]) -> None:
         """Meet the rounds from this model's backwards."""
@@ -86,7 +84,7 @@ class Replica:
     def next_turn(self) -> Turn | None:
         """End the last body, and see what comes next; `begin` it before its body."""
         self.settle()
-        self.between(self._conductor.base.applied)
+        self._conductor.between(self._conductor.base.applied)
         return self._conductor.next_turn()
 
     @_outside_inference
@@ -160,7 +158,7 @@ class Replica:
                 hint="run loss.backward() in every iteration; to leave a batch out, "
                 "multiply its loss by 0 or call run.weight(0) before it",
             )
-        committed = self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
+        committed = self._give_nothing(turn, 0.0)
         if committed is None:
             return
         if committed.weight == 0.0:
@@ -181,11 +179,16 @@ class Replica:
         """What was said of it counts."""
         committed = turn.committed
         if turn.task is not None:
-            unused = [False] * self._gradients.num_tensors
-            self._scalars.end_pass(turn.task.generation, self._weight_of(turn), unused)
-            committed = self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
+            committed = self._give_nothing(turn, self._weight_of(turn))
         if committed is not None:
             self._apply_nothing(turn, committed)
+
+    def _give_nothing(self, turn: Turn, weight: float) -> Committed | None:
+        """No gradient; what was said counts so much."""
+        assert turn.task is not None
+        unused = [False] * self._gradients.num_tensors
+        self._scalars.end_pass(turn.task.generation, weight, unused)
+        return self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
 
     # -- inside a body --------------------------------------------------------------------------
 
@@ -254,9 +257,7 @@ class Replica:
         assert turn.task is not None
         if weight <= 0:
             self._measure(turn)
-            unused = [False] * self._gradients.num_tensors
-            self._scalars.end_pass(turn.task.generation, 0.0, unused)
-            return self._conductor.close_turn(turn, self._conductor.nothing, 0.0)
+            return self._give_nothing(turn, 0.0)
         # Sums are of the order of one batch, whatever its size: w / B of a mean.
         whole = float(self._batch(turn.round))
         share = weight / whole

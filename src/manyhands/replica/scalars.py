@@ -110,6 +110,11 @@ class Scalars:
             _check(self._words, name)
             self._words[name] = value
 
+    def restart(self) -> None:
+        """With another engine, whose generations are others: no pass so far counts."""
+        with self._lock:
+            self._generation = -1
+
     def begin_pass(self, round_: int) -> None:
         """Nothing is said of it yet."""
         self._said = {}

@@ -96,7 +96,9 @@ class Session:
         most = 1 if options.grain_size else options.max_pass or source.batch
         agenda = self._agenda = Agenda(calendar, most)
         if evaluated is not None:
-            agenda = self._agenda = Agenda(calendar, most, evaluated.size, evaluated.batch)
+            days = Calendar(evaluated.size, evaluated.batch, evaluated.drop_last)
+            num_evaluated = days.samples_per_epoch
+            agenda = self._agenda = Agenda(calendar, most, num_evaluated, evaluated.batch)
         self._num_rounds = (
             None if options.epochs is None else options.epochs * agenda.rounds_per_epoch
         )
@@ -126,7 +128,8 @@ class Session:
             parameters, buffers, optimizers, source, _agreed(place, options, source, things)
         )
         if evaluated is not None:
-            self.description["evaluation"] = describe_data(evaluated)
+            counted = {"samples": agenda.num_evaluated}
+            self.description["evaluation"] = describe_data(evaluated) | counted
         num_bytes = sum(t.numel() * t.element_size() for t in self._gradients.like)
         self._snapshots = Snapshots(
             self.description,
@@ -152,6 +155,7 @@ class Session:
             self._take,
             self._tell,
             self._look,
+            self._between,
             self._is_gathered,
             self._gradients.nothing(),
             base or Base(0, b""),
@@ -172,7 +176,6 @@ class Session:
             loss=options.loss,
             balance=options.shares == "speed",
         )
-        self.replica.between = self._between
         self.replica.on_commit = self._closed
         self.listeners: list[Callable[[RoundClosed], None]] = []
         self._fetchers = [fetcher_for(source, place.seed, calendar)]
@@ -188,7 +191,7 @@ class Session:
         self.loader.at_end = self._at_end
         self.evaluation: Evaluation | None = None
         if evaluated is not None:
-            days = Calendar(evaluated.size, evaluated.batch)
+            days = Calendar(evaluated.size, evaluated.batch, evaluated.drop_last)
             self._fetchers.append(fetcher_for(evaluated, place.seed, days))
             self.evaluation = Evaluation(self.loader, self._fetchers[1])
         self._signals = Signals()
@@ -227,7 +230,7 @@ class Session:
 
     def finish(self) -> None:
         """The user's loop has ended: go when the others can do without this peer."""
-        turn = self.replica.abandon()
+        turn = self.replica.abandon() or self.loader.abandon()
         self._between(self.conductor.base.applied)
         last = not self.roster or self._leads()
         ended = self._num_rounds is not None and self.conductor.base.round >= self._num_rounds
@@ -361,6 +364,7 @@ class Session:
             self._gradients.like,
             num_samples=self._num_units,
             num_rounds=None if self._num_rounds is None else self._num_engine_rounds,
+            harmless=lambda number: self._openings.is_opening(number),
             wire=self._options.wire,
             refuse=self._refuse,
             on_refusal=POLICIES[self._options.bad_gradients],
@@ -372,6 +376,7 @@ class Session:
         )
         alone = isinstance(self._place.address, LocalAddress)
         self._watch.begin(me.incarnation, b"" if alone else arithmetic_of(self._device))
+        self.scalars.restart()
         rounds.report, rounds.note = self._report, self.scalars.note
         self._snapshots.attach(rounds)
         rounds.start()

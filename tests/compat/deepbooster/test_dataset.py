@@ -77,6 +77,7 @@ def test_all_broken_lines_are_named(tmp_path):
         b'{"input": 1, "label": 1, "\xff": 1}',
         b'{"input": ' + b"[" * 100_000 + b"]" * 100_000 + b', "label": 1}',
         b'{"input": "\0", "label": 1}',
+        b'{"input": 1, "label": [-' + b"12" * 2500 + b"]}",  # more than Python reads
         b'{"input": 1, "label": 1}\0',
         b'{"input": 1, "label": 1} {"input": 1, "label": 1}',
     ],
@@ -87,6 +88,13 @@ def test_what_cannot_be_read_later_shows_at_once(tmp_path, broken):
     with pytest.raises(ChunkError, match=r"c\.jsonl:2: not JSON") as caught:
         Dataset(path)
     assert ":1:" not in str(caught.value)  # Windows writes such a mark at the beginning
+
+
+def test_many_digits_that_are_no_integer(tmp_path):
+    digits = "12" * 2500
+    path = write(tmp_path / "c.jsonl", sample(digits, 1), f'{{"input": 0.{digits}, "label": 2}}')
+    data = Dataset(path)
+    assert [data[0], data[1]] == [(digits, 1), (float(f"0.{digits}"), 2)]
 
 
 def test_many_broken_lines(tmp_path):

@@ -7,7 +7,7 @@ of floating point (BatchNorm's statistics), which are averaged like gradients.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -92,18 +92,39 @@ class Learner:
             buffer.copy_(tensor)
         self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
 
+    @property
+    def num_states(self) -> int:
+        """The weights, and each kind of value that the optimizer remembers of every weight."""
+        return 1 + len(self._kinds())
+
     @torch.no_grad()
-    def show_weights(self) -> None:
-        """`tensors` := the weights themselves."""
-        for tensor, value in zip(self.tensors, self._parameters, strict=False):
-            tensor.copy_(value)
+    def show_state(self, number: int) -> None:
+        """`tensors` := that state: 0 are the weights themselves, with the buffers."""
+        for tensor, value in zip(self.tensors, self._state(number), strict=False):
+            tensor.zero_() if value is None else tensor.copy_(value)
         self._copy_buffers()
 
     @torch.no_grad()
-    def take_weights(self) -> None:
-        """The weights := `tensors`."""
-        for tensor, value in zip(self.tensors, (*self._parameters, *self._buffers), strict=True):
-            value.copy_(tensor)
+    def take_state(self, number: int) -> None:
+        """That state := `tensors`."""
+        for tensor, value in zip(self.tensors, (*self._state(number), *self._buffers), strict=True):
+            if value is not None:
+                value.copy_(tensor)
+
+    def _kinds(self) -> list[str]:
+        """Momentum, say: a number for each weight. Others are the same where settings are."""
+        remembered: Mapping[Tensor, Mapping[str, Any]] = self._optimizer.state
+        found = ((p, remembered.get(p, {}).items()) for p in self._parameters)
+        return sorted({name for p, known in found for name, value in known if _is_like(value, p)})
+
+    def _state(self, number: int) -> list[Tensor | None]:
+        """By parameter; None where there is no such value."""
+        if number == 0:
+            return [*self._parameters]
+        kind = self._kinds()[number - 1]
+        remembered: Mapping[Tensor, Mapping[str, Any]] = self._optimizer.state
+        values = ((p, remembered.get(p, {}).get(kind)) for p in self._parameters)
+        return [value if _is_like(value, p) else None for p, value in values]
 
     @property
     def _shown_buffers(self) -> list[Tensor]:
@@ -129,6 +150,10 @@ def check_device(device: torch.device | str) -> torch.device:
             hint="give device='cpu', or in a notebook choose a runtime with a GPU",
         ) from None
     return found
+
+
+def _is_like(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _kind_of(value: object) -> str:

@@ -12,6 +12,8 @@ import msgspec
 from manyhands.compat.deepbooster.errors import ChunkError
 
 _SHOWN_LINES = 10  # of those that are broken
+_TO_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG = b"0" * 641  # digits: Python reads as many in any case, and more if it is told to
 
 
 class Line(NamedTuple):
@@ -63,8 +65,11 @@ def check(text: bytes) -> None:
     try:
         msgspec.json.decode(text, type=_Sample)
         text.decode()  # it passes over texts without a look at their bytes
+        doubtful = _LONG in text.translate(_TO_ZEROS)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        sample_of(text)  # Python's json writes NaN and Infinity, which are no JSON
+        doubtful = True  # Python's json writes NaN and Infinity, which are no JSON
+    if doubtful:
+        sample_of(text)
 
 
 def sample_of(text: bytes) -> tuple[Any, Any]:

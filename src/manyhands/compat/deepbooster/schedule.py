@@ -67,7 +67,7 @@ def write_standing(standing: Standing) -> bytes:
     return msgspec.msgpack.encode(standing)
 
 
-def write_note(parts: Sequence[Part], *, gathered: bool) -> bytes:
+def write_note(parts: Sequence[Part], *, gathered: bool, num_trainers: int) -> bytes:
     """The lead's note on a round, from all contributions to part 0."""
     standings: list[Standing] = []
     counted: list[int] = []
@@ -79,6 +79,8 @@ def write_note(parts: Sequence[Part], *, gathered: bool) -> bytes:
             )
         except msgspec.DecodeError:
             continue  # of another release: to the others, that trainer is gone
+        if standing.place >= num_trainers:
+            continue  # no trainer of this training: likewise
         standings.append(msgspec.structs.replace(standing, used=b""))
         if part.ranges:  # all of a round's samples stand for one line of each member
             counted.append(standing.place)
@@ -86,11 +88,15 @@ def write_note(parts: Sequence[Part], *, gathered: bool) -> bytes:
     return msgspec.msgpack.encode(Note(gathered, tuple(standings), tuple(counted), pack(used)))
 
 
-def read_note(data: bytes) -> Note:
+def read_note(data: bytes, num_trainers: int) -> Note:
     """Raises TrainingBroken for what is none."""
     try:
-        return msgspec.msgpack.decode(data, type=Note)
-    except msgspec.DecodeError as error:
+        note = msgspec.msgpack.decode(data, type=Note)
+        highest = max((*(one.place for one in note.standings), *note.counted), default=0)
+        if highest >= num_trainers:
+            raise ValueError(f"trainer {highest} of {num_trainers}, from 0")
+        return note
+    except (msgspec.DecodeError, ValueError) as error:
         raise TrainingBroken(
             f"another trainer sent what is no note about a training: {error}",
             hint="do all of them have the same release of manyhands?",
@@ -105,11 +111,12 @@ def pack(bits: int) -> bytes:
 class Schedule:
     """Where the training is; `advance` takes it one committed round further."""
 
-    def __init__(self, names: Sequence[str], n_epoch: int) -> None:
-        """`names`: the sorted `trainers_queues`."""
-        self._names, self._n_epoch = names, n_epoch
+    def __init__(self, names: Sequence[str], n_epoch: int, num_states: int = 1) -> None:
+        """`names`: the sorted `trainers_queues`. `num_states`: rounds of EQUALIZE."""
+        self._names, self._n_epoch, self._num_states = names, n_epoch, num_states
         self.phase = Phase.GATHER
         self.present: dict[int, Standing] = {}
+        self.equalized = 0  # states that all have from the source
         self.epoch = self.step = 0  # the step of the epoch is the line that each trainer does
         self.fault: TrainingBroken | None = None  # why they cannot train; then they are DONE, too
         self._steps = 0
@@ -118,7 +125,7 @@ class Schedule:
 
     @property
     def source(self) -> int:
-        """Whose weights all of them start from: the first one by name."""
+        """Whose weights, and momentum, all of them start from: the first one by name."""
         return min(self.present)
 
     @property
@@ -145,8 +152,12 @@ class Schedule:
                 self.fault = self._compare_settings()
                 self.phase = Phase.EQUALIZE if self.fault is None else Phase.DONE
             case Phase.EQUALIZE:
+                source = self.source
                 news += self._find_lost(note)
-                if weight > 0:  # else the one who should have given its weights is gone
+                # Else the one who should have given its weights is gone: all from another one.
+                same = weight > 0 and self.source == source
+                self.equalized = self.equalized + 1 if same else 0
+                if self.equalized == self._num_states:
                     self.phase = Phase.TRAIN
                     self._turn_epoch()
             case Phase.TRAIN:

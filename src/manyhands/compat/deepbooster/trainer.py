@@ -97,9 +97,13 @@ class Trainer:
             mail = Mail()
             settings = LinkSettings(connect_s=CONNECT_S)
             link = dial(self._address, new_peer(self._my_queue), settings, mail)
-            training = Training(
-                link, mail, self._learner, dataset, names=self._names, n_epoch=self._n_epoch
-            )
+            try:
+                training = Training(
+                    link, mail, self._learner, dataset, names=self._names, n_epoch=self._n_epoch
+                )
+            except BaseException:  # perhaps of the user's optimizer
+                link.close()
+                raise
             try:
                 return training.run()
             except EarlierRun:

@@ -109,7 +109,7 @@ class Training:
         """`names`: the sorted `trainers_queues`; the link's own is among them."""
         self._link, self._learner, self._dataset = link, learner, dataset
         self._names = names
-        self._schedule = Schedule(names, n_epoch)
+        self._schedule = Schedule(names, n_epoch, learner.num_states)
         self._standing = Standing(
             place=names.index(link.me.name),
             lines=len(dataset),
@@ -244,7 +244,7 @@ class Training:
             case Phase.EQUALIZE:
                 if schedule.source != self._standing.place:
                     return False
-                self._learner.show_weights()
+                self._learner.show_state(schedule.equalized)
                 return True
             case Phase.TRAIN:
                 if schedule.step >= len(self._dataset):
@@ -265,7 +265,7 @@ class Training:
 
     def _take(self, committed: Committed) -> None:
         schedule, phase, epoch = self._schedule, self._schedule.phase, self._schedule.epoch
-        note = read_note(committed.sums[0].notes)
+        note = read_note(committed.sums[0].notes, len(self._names))
         try:
             if committed.weight > 0:
                 committed.result.read_into(self._learner.tensors)
@@ -273,7 +273,7 @@ class Training:
             committed.result.close()
         self._standing = msgspec.structs.replace(self._standing, used=b"")
         if committed.weight > 0 and phase is Phase.EQUALIZE:
-            self._learner.take_weights()
+            self._learner.take_state(schedule.equalized)
         elif committed.weight > 0 and phase is Phase.TRAIN:
             self._learner.step(note.used)
         for news in schedule.advance(note, committed.weight):
@@ -311,4 +311,5 @@ class Training:
         return msgspec.structs.replace(report, scalars=write_standing(self._standing))
 
     def _write_note(self, parts: Sequence[m.Part]) -> bytes:
-        return write_note(parts, gathered=self._is_gathered())
+        gathered = self._is_gathered()
+        return write_note(parts, gathered=gathered, num_trainers=len(self._names))

@@ -1,0 +1,96 @@
+"""Scalars: what was said of passes that do not count any more does not count either."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from manyhands.collectives.messages import NO_TAG, Part, SelfReport
+from manyhands.collectives.outcomes import Task
+from manyhands.collectives.ranges import Ranges
+from manyhands.replica.conductor import Turn
+from manyhands.replica.gates import Gate
+from manyhands.replica.gradients import Gradients, parameters_of
+from manyhands.replica.replica import Replica
+from manyhands.replica.scalars import Scalars
+
+UNITS = Ranges.of((0, 2))
+
+
+def mean_of(scalars: Scalars) -> float:
+    """What the round comes to, if this peer is its only one."""
+    part = Part(0, NO_TAG, 0, UNITS, report=scalars.report(0, SelfReport(0)))
+    scalars.committed(0, scalars.note([part]), 0)
+    return scalars.latest.get("loss", math.nan)
+
+
+class Rounds:
+    """A conductor whose rounds go on."""
+
+    nothing = ()
+
+    def close_turn(self, turn: Turn, tensors, weight: float) -> None:
+        turn.ended = True
+
+
+@pytest.fixture
+def scalars():
+    return Scalars()
+
+
+@pytest.fixture
+def body(scalars):
+    """One run of a loop body, for a task of that generation."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    replica = Replica(
+        Rounds(),
+        Gradients(model, parameters_of(model, [optimizer])),
+        scalars,
+        Gate(),
+        seed=0,
+        batch=lambda round_: 4,
+        num_samples=lambda turn: len(turn.ranges),
+        undone={},
+        loss="mean",
+        balance=False,
+    )
+    replica.watch(model, list(model.parameters()))
+
+    def run(generation: int, loss: float, *, backward: bool = True) -> None:
+        replica.begin(Turn(0, 0, UNITS, Task(0, UNITS, generation)))
+        replica.say("loss", loss)
+        if backward:
+            model(torch.ones(2, 3)).mean().backward()
+        replica.settle()
+
+    yield run
+    replica.close()
+
+
+def test_passes_of_a_round_are_one_mean(scalars, body):
+    body(0, 5.0)
+    body(0, 1.0)
+    assert mean_of(scalars) == 3.0
+
+
+def test_what_does_not_count_any_more(scalars, body):
+    body(0, 5.0)
+    body(1, 1.0)
+    assert mean_of(scalars) == 1.0
+
+
+def test_what_does_not_count_any_more_before_a_pass_without_a_backward(scalars, body):
+    body(0, 5.0)
+    body(1, 1.0, backward=False)
+    assert math.isnan(mean_of(scalars))
+
+
+def test_what_was_said_before_this_peer_was_put_out(scalars, body):
+    """It comes back to the same round, with an engine that counts from 0 again."""
+    body(0, 5.0)
+    scalars.restart()
+    body(0, 1.0)
+    assert mean_of(scalars) == 1.0
