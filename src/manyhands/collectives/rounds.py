@@ -25,7 +25,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from torch import Tensor
@@ -50,6 +50,7 @@ from manyhands.collectives.pursuit import Pursuit
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.refusal import OnRefusal
 from manyhands.collectives.results import Result, digest_of, form_of
+from manyhands.collectives.shares import ONE_CLASS, Classes
 from manyhands.collectives.shelf import Shelf
 from manyhands.collectives.standing import Course
 from manyhands.collectives.threads import start_thread
@@ -77,6 +78,8 @@ class Rounds:
         wire: str = "fp32",
         refuse: bool = True,
         on_refusal: OnRefusal = OnRefusal.SKIP,
+        classes: Callable[[Mapping[int, m.SelfReport]], Classes] = lambda reports: ONE_CLASS,
+        resync_every: int = 1,
         num_measured: int | None = None,
         form: str | None = None,
         state: State | None = None,
@@ -84,7 +87,8 @@ class Rounds:
         vouched: bool = False,
     ) -> None:
         """For tensors like these. `mail`: the link's `place`, so that what arrives lands where it
-        stays. `wire`, `refuse`, `num_measured`: see codecs, adder, layout. `form`: in words, what
+        stays. `wire`, `refuse`, `num_measured`: see codecs, adder, layout; `classes` and
+        `resync_every`: see Course. `form`: in words, what
         peers must have in common; without it, the tensors and how they travel. `vouched`: the
         meeting point is this process's own, and need not be asked who takes part."""
         self._link, self._state, self._vouched = link, state, vouched
@@ -97,6 +101,8 @@ class Rounds:
             num_rounds=num_rounds,
             form=form_of(self.layout, wire) if form is None else form,
             on_refusal=on_refusal,
+            classes=classes,
+            resync_every=resync_every,
         )
         self._machine = RoundMachine(self._me, course)
         self._pool = pool_for(self.layout, wire, AHEAD_BYTES)
@@ -191,7 +197,7 @@ class Rounds:
             for k in reversed(range(max(1, self.layout.ready_from(tensor)), self.layout.num_parts)):
                 if k not in self._sent:
                     self._sent.add(k)
-                    part = m.Part(begin.round, begin.attempt, k, opened.ranges)
+                    part = m.Part(begin.round, begin.attempt, k, opened.ranges, exact=begin.exact)
                     self._feed_all(self._send_part(begin.members[k % len(begin.members)], part))
 
     def finish_pass(self, opened: Pass) -> None:
@@ -336,6 +342,7 @@ class Rounds:
         if self._attempt is None or cut != self._attempt.attempt.cut:
             self._mail.forget(cut)
         self._attempt = begin
+        self._bank.exact = begin.exact
         self._sent.clear()
         self._shelf.begin(cut, self._post.begin(begin))
 
@@ -358,7 +365,8 @@ class Rounds:
         own = self._alone.take(commit)
         num_parts = self.layout.num_parts if own is None else 0
         blocks = self._shelf.take_round(commit.round, commit.attempt, num_parts)
-        result = Result(self.layout, self._bank.codecs, blocks, self._pool, own)
+        codecs = self._bank.codecs_of(exact=commit.sums[0].exact)
+        result = Result(self.layout, codecs, blocks, self._pool, own)
         self._shelf.keep(result)
         self._bank.committed()
         self._early = None

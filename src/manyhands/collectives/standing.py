@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import msgspec
 
 from manyhands.collectives.book import Book, Kept, Key
 from manyhands.collectives.events import AskArrived, SnapshotArrived
@@ -33,9 +31,10 @@ from manyhands.collectives.instructions import (
     TakeState,
     Tell,
 )
-from manyhands.collectives.messages import NO_TAG, Ask, Record, Share, Tag
+from manyhands.collectives.messages import NO_TAG, Ask, Record, SelfReport, Share, Tag
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.refusal import Doubts, OnRefusal
+from manyhands.collectives.shares import ONE_CLASS, RESYNC, Classes
 from manyhands.core.errors import UsageError
 from manyhands.core.peers import NO_VIEW, PeerState, View, ViewNumber
 from manyhands.links.messages import Gone, Ready, Resign
@@ -48,7 +47,7 @@ class Course:
     num_parts: int
     """Parts that the tensor is cut into."""
     num_samples: Callable[[int], int]
-    """How many samples a round has; a pure function of its number."""
+    """How many samples a round has; a pure function of its number, re-syncs not counted."""
     num_rounds: int | Callable[[], int] | None = None
     """After how many rounds the run is finished; without it, when everybody leaves.
 
@@ -56,6 +55,10 @@ class Course:
     form: str = ""
     """The tensors and how they travel, in words; peers whose words differ cannot average."""
     on_refusal: OnRefusal = OnRefusal.SKIP
+    classes: Callable[[Mapping[int, SelfReport]], Classes] = lambda reports: ONE_CLASS
+    """What the members' reports, in roster order, say of their classes. The lead's word counts."""
+    resync_every: int = 1
+    """After so many rounds members of several classes adopt the parameters of one."""
 
     def __post_init__(self) -> None:
         """Reject what no run can have."""
@@ -158,9 +161,12 @@ class Standing(ABC):
 
     def _whole(self) -> Ranges:
         """All samples of the round; a closing one has none."""
-        if self._governing().closing:
+        record = self._governing()
+        if record.closing:
             return EMPTY
-        return Ranges.whole(self.course.num_samples(self.applied))
+        if record.resync:
+            return RESYNC
+        return Ranges.whole(self.course.num_samples(self.applied - record.num_resyncs))
 
     def _drop_parts(self, wanted: Callable[[Key], bool]) -> None:
         self._emit(*(DropParts(*key) for key in self.book.drop_parts(wanted)))
@@ -226,17 +232,32 @@ class Standing(ABC):
         self.trusted = self.founded = True
         # The state may be the last one of an earlier run: its numbers mean nothing here, and what
         # its members had planned, say to leave, they do not any more.
-        self.record = msgspec.structs.replace(self._first_record(), sync=self._governing().sync)
+        self.record = self._first_record(self._governing())
         self.generation = NO_VIEW
         if self.view is not None and self.view.founder is not None:
             self.members, self.member = (self.me,), True
             self.claims = self._whole()
 
-    def _first_record(self) -> Record:
-        """What governs the first round of a run: its founder does everything."""
-        closing = self.course.is_over(self.applied)
-        samples = EMPTY if closing else Ranges.whole(self.course.num_samples(self.applied))
-        return Record(b"", NO_VIEW, NO_VIEW, (Share(self.me, samples),), closing=closing)
+    def _first_record(self, before: Record | None = None) -> Record:
+        """What governs the first round of a run: its founder does everything.
+
+        `before`: what came with the state; how far that is in the course, and how rounds
+        synchronise, stays as it was.
+        """
+        before = before or Record(b"", NO_VIEW, NO_VIEW, ())
+        number = self.applied - before.num_resyncs
+        closing = self.course.is_over(number)
+        samples = EMPTY if closing else Ranges.whole(self.course.num_samples(number))
+        return Record(
+            b"",
+            NO_VIEW,
+            NO_VIEW,
+            (Share(self.me, RESYNC if before.resync else samples),),
+            closing=closing,
+            sync=before.sync,
+            resync=before.resync,
+            num_resyncs=before.num_resyncs,
+        )
 
     def _start_over(self, reason: str) -> None:
         """What this peer holds is of no use. One that the others count on resigns instead."""
