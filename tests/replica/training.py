@@ -8,6 +8,7 @@ told to be slow, or to kill itself at a point of a round.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from manyhands.data.calendar import Calendar
 from manyhands.data.order import Order
 from manyhands.replica.deviation import Deviated
 from manyhands.replica.replica import seed_of_pass
+from manyhands.wire.tensors import bytes_of
 
 SIZE, BATCH, GRAIN, FEATURES, CLASSES, SEED = 90, 24, 4, 12, 4, 7
 WIDTH = 160  # so that there are parts for four owners
@@ -150,12 +152,14 @@ def train(
     deadly: int | None = None,
     astray: list[int] | None = None,
     flush: bool = False,
+    show: bool = False,
     **options: Any,
 ) -> None:
     """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round.
 
     In rounds that are `astray` its optimizer is off by the last bit of one number. `flush`: its
-    arithmetic is another one, though not for numbers that come up here.
+    arithmetic is another one, though not for numbers that come up here. `show`: it says what its
+    parameters are when a round begins, and when it has stepped.
     """
     torch.set_flush_denormal(flush)
     teller = teller or Teller()
@@ -177,6 +181,8 @@ def train(
                 at = hand.round
                 if at == stop_at:
                     break  # as a loop does whose author has seen enough
+                if show:
+                    teller.say({"begins": at, "parameters": digest_of(model)})
                 teller.pass_by("forward", at)
                 time.sleep(pace_s)
                 optimizer.zero_grad()
@@ -197,12 +203,22 @@ def train(
                             "state": hand.digest().hex(),
                         }
                     )
+                    if show:
+                        teller.say({"ends": at, "parameters": digest_of(model)})
             if hand.round == stop_at:
                 break
             schedule.step()
     deviated = [e for e in hand.events if isinstance(e, Deviated)]
     named = [[e.peer.name, e.round, e.tensor] for e in deviated]
     teller.say({"done": hand.round, "shadow": shadow(model), "deviated": named})
+
+
+def digest_of(model: nn.Module) -> str:
+    """Of parameters and buffers."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in model.state_dict().values():
+        digest.update(bytes_of(tensor.detach()))
+    return digest.hexdigest()
 
 
 def nudge(tensor: torch.Tensor, place: int = 1000) -> None:
