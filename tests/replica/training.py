@@ -230,7 +230,8 @@ def nudge(tensor: torch.Tensor, place: int = 1000) -> None:
 def ledger(closed: mh.RoundClosed) -> dict:
     """Who computed what of a round."""
     spans = [span for ranges in closed.shares.values() for span in ranges.spans]
-    return {"counted": closed.round, "spans": spans, "members": len(closed.shares)}
+    names = [peer.name for peer in closed.shares]
+    return {"counted": closed.round, "spans": spans, "members": len(names), "names": names}
 
 
 def dial_by_points(child: Any) -> None:
