@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 
-from manyhands.collectives.messages import SelfReport
+from manyhands.collectives.bank import Bank, pool_for
+from manyhands.collectives.layout import Layout
+from manyhands.collectives.messages import Record, SelfReport
+from manyhands.collectives.ranges import EMPTY
+from manyhands.collectives.results import Result
 from manyhands.collectives.shares import ONE_CLASS
 from manyhands.core.errors import UsageError
+from manyhands.core.peers import NO_VIEW
+from manyhands.replica.conductor import Base, Turn
 from manyhands.replica.deviation import Watch, classes_of
+from manyhands.replica.gates import Gate
+from manyhands.replica.gradients import Gradients, parameters_of
+from manyhands.replica.openings import Openings
 from manyhands.replica.options import Options
+from manyhands.replica.replica import Replica
+from manyhands.replica.scalars import Scalars
 from tests.replica.hands import Hands, until_members, until_round
 from tests.replica.loops import EPOCHS, TWO, Recipe, mean_loss, together
 from tests.replica.test_checkpoints import saved
 from tests.replica.test_deviation import Peer
-from tests.replica.training import nudge
+from tests.replica.training import digest_of, nudge
 
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
 
@@ -271,3 +285,85 @@ class TestClasses:
             for peer in peers:
                 peer.look(applied, (1, 2, 3, 4))
         assert classes_of(self.reports(peers, (1, 1, 1, 1))).anchors == (2, 3)
+
+
+class TestCounting:
+    """Re-syncs are rounds of the engine's, and none of the user's."""
+
+    def base(self, *, applied=12, resync=False, num_resyncs=3):
+        record = Record(b"", NO_VIEW, NO_VIEW, (), resync=resync, num_resyncs=num_resyncs)
+        return Base(applied, b"chain", record, Openings((0,)))
+
+    def test_those_before_and_the_next(self):
+        assert self.base().round == 12 - 2 - 3
+        assert self.base(resync=True).round == 12 - 2 - 2
+        assert self.base().count(11) == 6
+
+    def test_a_run_that_starts_anew_begins_with_an_opening(self):
+        for resync, before in ((False, 3), (True, 2)):
+            opened = self.base(resync=resync).open()
+            assert not opened.resyncs
+            assert opened.is_opening(12)
+            assert not opened.is_gathering(12)
+            assert opened.is_gathering(13)
+            assert not opened.is_opening(14)
+            assert opened.count(14) == opened.round == 12 - 2 - before
+
+    def test_no_resync_is_an_opening(self):
+        base = self.base(applied=1, resync=True, num_resyncs=1)
+        assert not base.is_opening(1)
+        assert self.base(applied=2, num_resyncs=1).is_opening(2)
+
+
+def test_who_waits_for_a_state_gets_that_after_a_resync_too():
+    """Between two bodies there may be several states."""
+    conductor = Mock(healing=False, base=Mock(applied=7))
+    notes = Scalars().note([])
+    committed = Mock(weight=0.0, round=7, sums=[Mock(notes=notes)])
+    turns = [Turn(5, 7, EMPTY, committed=committed, resyncs=True), None]
+    conductor.next_turn = lambda: turns.pop(0)
+    conductor.advance = lambda done: conductor.base.configure_mock(applied=done.round + 1)
+    replica = Replica(
+        conductor,
+        Mock(),
+        Scalars(),
+        Gate(),
+        seed=0,
+        batch=lambda _: 1,
+        num_samples=lambda _: 1,
+        undone={},
+        loss="mean",
+        balance=False,
+    )
+    between = []
+    replica.between = between.append
+    assert replica.next_turn() is None
+    assert between == [7, 8]
+    committed.result.close.assert_called_once()
+
+
+def test_values_of_any_layout_are_adopted_in_place():
+    """To the bit, also what is infinite; a buffer that has them already is not touched."""
+    mine, theirs = (
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+        for _ in range(2)
+    )
+    assert not mine[0].weight.is_contiguous()
+    with torch.no_grad():
+        theirs[0].bias[0] = -torch.inf
+        theirs[1].running_mean.add_(1.0)
+    optimizer = torch.optim.SGD(mine.parameters())
+    gradients, others = (Gradients(model, parameters_of(model, [])) for model in (mine, theirs))
+    layout = Layout.of(gradients.like, 1 << 20)
+    pool = pool_for(layout, "fp32", 1 << 20)
+    bank = Bank(layout, "fp32", pool)
+    bank.lend(layout.check(others.values()), 1.0)
+    blocks = {part.k: pool.take(bank.num_bytes(part.k)) for part in layout.parts}
+    for k, block in blocks.items():
+        bank.encode(k, block.tensor)
+    version = mine[1].running_var._version
+    gradients.adopt_values(Result(layout, bank.codecs, blocks, pool))
+    assert optimizer.param_groups[0]["params"][0] is mine[0].weight
+    assert not mine[0].weight.is_contiguous()
+    assert digest_of(mine) == digest_of(theirs)
+    assert mine[1].running_var._version == version
