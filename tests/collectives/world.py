@@ -22,7 +22,7 @@ from manyhands.collectives import messages as m
 from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.refusal import OnRefusal
-from manyhands.collectives.shares import ONE_CLASS
+from manyhands.collectives.shares import ONE_CLASS, Resyncs
 from manyhands.collectives.standing import Course, Mode
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View, ViewNumber
 from manyhands.links import arbiter
@@ -88,7 +88,6 @@ class World:
     hub = HUB
     lengths = (3, 4, 5)  # of a run, in rounds
     on_refusal = OnRefusal.SKIP
-    resync_every = 2
     look_every = 64  # steps, for what takes long to look for
 
     def __init__(self, seed, *, machine=RoundMachine, unordered=False, trace=False):
@@ -135,8 +134,7 @@ class World:
             num_rounds=self.num_rounds,
             form=self.form,
             on_refusal=self.on_refusal,
-            classes=self.classes,
-            resync_every=self.resync_every,
+            resyncs=Resyncs(self.classes, every=2),
         )
         self.peers[number] = Peer(peer, self.make(number, course))
         self.show(arbiter.joined(self.view, peer))

@@ -119,8 +119,7 @@ class Attempt(Follower):
             return
         for k in reversed(range(self.course.num_parts)):
             first = report if k == 0 else None
-            exact = self._governing().resync
-            part = Part(self.applied, self.tag, k, self.claims, report=first, exact=exact)
+            part = Part(self.applied, self.tag, k, self.claims, report=first)
             self._emit(Send(self.members[k % len(self.members)], part))
 
     def _conclude(self, report: SelfReport) -> None:
@@ -228,8 +227,8 @@ class Attempt(Follower):
                 governing=governing,
                 last=governing.closing or self.course.is_over(following),
                 following=Ranges.whole(self.course.num_samples(following)),
-                classes=self.course.classes(reports),
-                is_time=following % self.course.resync_every == 0,
+                classes=self.course.resyncs.classes(reports),
+                is_time=following % self.course.resyncs.every == 0,
             )
         )
         return msgspec.structs.replace(record, form=self.course.form)

@@ -25,7 +25,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from torch import Tensor
@@ -50,13 +50,13 @@ from manyhands.collectives.pursuit import Pursuit
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.refusal import OnRefusal
 from manyhands.collectives.results import Result, digest_of, form_of
-from manyhands.collectives.shares import ONE_CLASS, Classes
+from manyhands.collectives.shares import NO_RESYNCS, Resyncs
 from manyhands.collectives.shelf import Shelf
 from manyhands.collectives.standing import Course
 from manyhands.collectives.threads import start_thread
 from manyhands.collectives.words import Words
 from manyhands.core.errors import Excluded, LinkTimeout, ManyhandsError, UsageError, WireError
-from manyhands.core.peers import PeerId, View, ViewNumber
+from manyhands.core.peers import PeerId, View
 from manyhands.links.base import DEFAULT_TIMEOUT_S, Delivery, Gap, Link
 
 log = logging.getLogger(__name__)
@@ -78,8 +78,7 @@ class Rounds:
         wire: str = "fp32",
         refuse: bool = True,
         on_refusal: OnRefusal = OnRefusal.SKIP,
-        classes: Callable[[Mapping[int, m.SelfReport]], Classes] = lambda reports: ONE_CLASS,
-        resync_every: int = 1,
+        resyncs: Resyncs = NO_RESYNCS,
         num_measured: int | None = None,
         form: str | None = None,
         state: State | None = None,
@@ -87,10 +86,10 @@ class Rounds:
         vouched: bool = False,
     ) -> None:
         """For tensors like these. `mail`: the link's `place`, so that what arrives lands where it
-        stays. `wire`, `refuse`, `num_measured`: see codecs, adder, layout; `classes` and
-        `resync_every`: see Course. `form`: in words, what
-        peers must have in common; without it, the tensors and how they travel. `vouched`: the
-        meeting point is this process's own, and need not be asked who takes part."""
+        stays. `wire`, `refuse`, `num_measured`, `resyncs`: see codecs, adder, layout, shares.
+        `form`: in words, what peers must have in common; without it, the tensors and how they
+        travel. `vouched`: the meeting point is this process's own, and need not be asked who takes
+        part."""
         self._link, self._state, self._vouched = link, state, vouched
         self._mail = mail or Mail()
         self._me = link.me.incarnation
@@ -101,8 +100,7 @@ class Rounds:
             num_rounds=num_rounds,
             form=form_of(self.layout, wire) if form is None else form,
             on_refusal=on_refusal,
-            classes=classes,
-            resync_every=resync_every,
+            resyncs=resyncs,
         )
         self._machine = RoundMachine(self._me, course)
         self._pool = pool_for(self.layout, wire, AHEAD_BYTES)
@@ -110,7 +108,7 @@ class Rounds:
         self._bank = Bank(self.layout, wire, self._pool)
         self._adder = Adder(self.layout, self._bank, self._pool, refuse=refuse)
         self._alone = Alone(self._bank, refuse=refuse)
-        self._shelf = Shelf(self._pool, self._tell_taken)
+        self._shelf = Shelf(self._pool, lambda to, cut, n: self._post.send(to, m.Taken(cut, n)))
         self._most_sums = max(4 * self.layout.num_parts, BEHIND_BYTES // self._pool.block_bytes)
         self.report: Callable[[int, m.SelfReport], m.SelfReport] = lambda round_, report: report
         """A seam: what this peer says of itself with part 0 of a round."""
@@ -130,10 +128,8 @@ class Rounds:
         ended = lambda: self._stopped or self._machine.stopped  # noqa: E731
         self._words = Words(link, self._errands, self._courier, ended, self._feed, self._fail)
         self._aside = Courier(link, self._fail, skip_s=link.terms.lease_s)
-        part_bytes = link.terms.part_bytes
-        self._post = Post(
-            self._courier, self._aside, self._bank, self._pool, part_bytes, self._lock
-        )
+        most = link.terms.part_bytes
+        self._post = Post(self._courier, self._aside, self._bank, self._pool, most, self._lock)
         self._reader: threading.Thread | None = None
 
     # -- the user's side ------------------------------------------------------------------------
@@ -197,7 +193,7 @@ class Rounds:
             for k in reversed(range(max(1, self.layout.ready_from(tensor)), self.layout.num_parts)):
                 if k not in self._sent:
                     self._sent.add(k)
-                    part = m.Part(begin.round, begin.attempt, k, opened.ranges, exact=begin.exact)
+                    part = m.Part(begin.round, begin.attempt, k, opened.ranges)
                     self._feed_all(self._send_part(begin.members[k % len(begin.members)], part))
 
     def finish_pass(self, opened: Pass) -> None:
@@ -265,9 +261,8 @@ class Rounds:
         self._stop(Stopped(None, "closed"))
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
-        self._errands.close()
-        for courier in (self._courier, self._aside):
-            courier.close()
+        for helper in (self._errands, self._courier, self._aside):
+            helper.close()
 
     # -- events and instructions ----------------------------------------------------------------
 
@@ -370,9 +365,8 @@ class Rounds:
         self._shelf.keep(result)
         self._bank.committed()
         self._early = None
-        self._tell(
-            Committed(commit.round, result, commit.sums, commit.record, commit.chain, commit.member)
-        )
+        facts = (commit.sums, commit.record, commit.chain, commit.member)
+        self._tell(Committed(commit.round, result, *facts))
 
     def _stop(self, last: Stopped) -> None:
         with self._lock:
@@ -418,10 +412,8 @@ class Rounds:
 
     def _reported(self, part: m.Part) -> m.Part:
         report = None if part.report is None else self.report(part.round, part.report)
-        return msgspec.structs.replace(part, weight=self._bank.weight, report=report)
-
-    def _tell_taken(self, sender: int, cut: ViewNumber, total: int) -> None:
-        self._post.send(sender, m.Taken(cut, total))
+        bank = self._bank
+        return msgspec.structs.replace(part, weight=bank.weight, report=report, exact=bank.exact)
 
     # -- receiving ------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ peers know in common, and calculate in integers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,6 +51,18 @@ class Classes(NamedTuple):
 
 
 ONE_CLASS = Classes()
+
+
+class Resyncs(NamedTuple):
+    """How the lead of a round finds out whether the next is a re-sync; its word counts."""
+
+    classes: Callable[[Mapping[int, SelfReport]], Classes] = lambda reports: ONE_CLASS
+    """What the members' reports, in roster order, say of their classes."""
+    every: int = 1
+    """After so many rounds those of several classes adopt the parameters of one."""
+
+
+NO_RESYNCS = Resyncs()
 
 
 def next_members(view: View, members: Collection[int]) -> tuple[int, ...]:

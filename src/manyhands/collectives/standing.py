@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,10 +31,10 @@ from manyhands.collectives.instructions import (
     TakeState,
     Tell,
 )
-from manyhands.collectives.messages import NO_TAG, Ask, Record, SelfReport, Share, Tag
+from manyhands.collectives.messages import NO_TAG, Ask, Record, Share, Tag
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.refusal import Doubts, OnRefusal
-from manyhands.collectives.shares import ONE_CLASS, RESYNC, Classes
+from manyhands.collectives.shares import NO_RESYNCS, RESYNC, Resyncs
 from manyhands.core.errors import UsageError
 from manyhands.core.peers import NO_VIEW, PeerState, View, ViewNumber
 from manyhands.links.messages import Gone, Ready, Resign
@@ -55,10 +55,7 @@ class Course:
     form: str = ""
     """The tensors and how they travel, in words; peers whose words differ cannot average."""
     on_refusal: OnRefusal = OnRefusal.SKIP
-    classes: Callable[[Mapping[int, SelfReport]], Classes] = lambda reports: ONE_CLASS
-    """What the members' reports, in roster order, say of their classes. The lead's word counts."""
-    resync_every: int = 1
-    """After so many rounds members of several classes adopt the parameters of one."""
+    resyncs: Resyncs = NO_RESYNCS
 
     def __post_init__(self) -> None:
         """Reject what no run can have."""

@@ -22,6 +22,7 @@ from manyhands.collectives.messages import SelfReport, Snapshot
 from manyhands.collectives.outcomes import Committed, Stopped
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.rounds import Rounds
+from manyhands.collectives.shares import Resyncs
 from manyhands.core.address import AmqpAddress, LocalAddress
 from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerId, PeerState, View
@@ -365,8 +366,7 @@ class Session:
             wire=self._options.wire,
             refuse=self._refuse,
             on_refusal=POLICIES[self._options.bad_gradients],
-            classes=classes_of,
-            resync_every=self._options.resync_every,
+            resyncs=Resyncs(classes_of, self._options.resync_every),
             num_measured=self._gradients.num_parameters,
             form=_FORM,
             state=self._snapshots,
