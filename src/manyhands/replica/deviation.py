@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 STRIDE = 64  # in so many rounds every tensor is looked at
 _MOST = 512  # numbers of a fingerprint: more tensors than that share them
 _NAMED = 8  # deviants of a round; the others are named in a later one
+_ANCHORS = 64  # that a record names: it has to fit into a message
 _TIMES = 3  # that a peer may be named
 _FORGOTTEN = 1024  # rounds after which an earlier time does not count
 
@@ -123,7 +124,7 @@ def classes_of(reports: Mapping[int, SelfReport]) -> Classes:
     deviants = compare([report.fingerprint for report in reports.values()]).deviants
     wrong = {deviant.peer for deviant in deviants}
     digest = hashlib.blake2b(_ENCODE(sorted(kinds)), digest_size=16).digest()
-    return Classes(digest, tuple(peer for peer in anchors if peer not in wrong))
+    return Classes(digest, tuple(peer for peer in anchors if peer not in wrong)[:_ANCHORS])
 
 
 def _read(report: bytes) -> Bits | None:
