@@ -9,6 +9,8 @@ Its orders may name *points*, at which it dies by SIGKILL, or says so, or also w
     {"what": "Part" | "Sum" | "Status" | "Fill", "round": r, "count": n}
                                                      when n such messages are at the meeting point
     "count": "any"                                   ... each of them
+    "exact": true                                    ... of a re-sync
+    "applied": r                                     ... of a state after so many rounds, or more
     "before": true                                   ... just before the n-th is sent
     "then": "die" | "say" | "wait"
 
@@ -202,6 +204,7 @@ class Trip:
 
         word = m.decode(message)
         seen = {"what": type(word).__name__, "round": getattr(word, "round", None)}
+        seen |= {"exact": getattr(word, "exact", False), "applied": getattr(word, "applied", 0)}
         with self._lock:  # several threads send
             self._seen.append(seen)
             points = [point for point in self._points if self._is_at(point)]
@@ -218,7 +221,10 @@ class Trip:
         like = [
             seen
             for seen in self._seen
-            if seen["what"] == point["what"] and point.get("round") in (None, seen["round"])
+            if seen["what"] == point["what"]
+            and point.get("round") in (None, seen["round"])
+            and point.get("exact") in (None, seen["exact"])
+            and seen["applied"] >= point.get("applied", 0)
         ]
         count = point.get("count", 1)
         return bool(like) and like[-1] is self._seen[-1] and count in ("any", len(like))

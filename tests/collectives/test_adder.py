@@ -27,8 +27,8 @@ def ranges_of(peer) -> Ranges:
     return Ranges.of((10 * peer, 10 * peer + 5))
 
 
-def part_of(peer, weight=1.0) -> Part:
-    return Part(0, TAG, K, ranges_of(peer), weight)
+def part_of(peer, weight=1.0, *, exact=False) -> Part:
+    return Part(0, TAG, K, ranges_of(peer), weight, exact=exact)
 
 
 class Owner:
@@ -43,25 +43,28 @@ class Owner:
         self.filed: dict[int, Filed] = {}
         self.values: dict[int, torch.Tensor] = {}
 
-    def give(self, peer, values, weight=1.0) -> None:
+    def give(self, peer, values, weight=1.0, *, exact=False) -> None:
         block = None
+        self.bank.exact = exact
         if peer == ME and values is not None:
             self.bank.lend(self.layout.check([self.first, values]), weight)
         elif values is not None:
-            block = self.pool.take(self.adder.wire_bytes(K))
-            self.bank.codecs[K].encode(values, block.tensor)
-        self.filed[peer] = Filed(part_of(peer, weight), block)
+            block = self.pool.take(self.adder.wire_bytes(K, exact=exact))
+            self.bank.codecs_of(exact=exact)[K].encode(values, block.tensor)
+        self.filed[peer] = Filed(part_of(peer, weight, exact=exact), block)
         if values is not None:
             self.values[peer] = values
 
-    def add(self, order, *, refused=EMPTY):
+    def add(self, order, *, refused=EMPTY, exact=False):
         """The head, and what everybody will read."""
         shares = tuple(Share(peer, ranges_of(peer)) for peer in order)
-        head, block = self.adder.add_up(Sum(0, TAG, K, shares, refused), self.filed, ME)
+        head = Sum(0, TAG, K, shares, refused, exact=exact)
+        head, block = self.adder.add_up(head, self.filed, ME)
         assert block.tensor.numel() == self.adder.result_bytes(head)
         out = torch.full((self.layout.parts[K].numel,), 7, dtype=self.layout.parts[K].dtype)
         blocks = {0: self.pool.take(0), K: block}
-        Result(self.layout, self.bank.codecs, blocks, self.pool).read_into([self.first, out])
+        codecs = self.bank.codecs_of(exact=exact)
+        Result(self.layout, codecs, blocks, self.pool).read_into([self.first, out])
         return head, out
 
 
@@ -310,3 +313,20 @@ def test_in_inference_mode_and_outside_of_it():
         owner.give(ME, torch.ones(300))
         owner.add((1, ME))
     assert owner.add((1, ME))[1].tolist() == [1.0] * 300
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("giver", [1, ME])
+@pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS], ids=str)
+def test_what_one_peer_gives_in_a_resync_arrives_to_the_bit(wire, giver, dtype):
+    """Whatever the codec, and also what no mean could be."""
+    owner, values = Owner(dtype, wire), values_of(dtype, 5)
+    if dtype.is_floating_point:
+        values[:3] = torch.tensor([-math.inf, -0.0, 1e-7])
+    for peer in (1, ME, 3):
+        gives = peer == giver
+        owner.give(peer, values if gives else None, float(gives), exact=True)
+    assert owner.adder.is_whole(owner.filed[1].part, owner.filed[1].block)
+    head, adopted = owner.add((1, ME, 3), exact=True)
+    assert (head.weight, head.refused, head.faults) == (1.0, EMPTY, ())
+    assert torch.equal(adopted.view(torch.uint8), values.view(torch.uint8))

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.collectives.messages import Newcomer, Record, SelfReport
 from manyhands.collectives.ranges import Ranges
-from manyhands.collectives.shares import Closure, next_members, next_record, share_out
+from manyhands.collectives.shares import (
+    ONE_CLASS,
+    RESYNC,
+    Classes,
+    Closure,
+    next_members,
+    next_record,
+    share_out,
+)
 from manyhands.core.peers import NO_VIEW, Member, PeerId, PeerState, View, ViewNumber
 
 NUMBER = ViewNumber(1, 9)
@@ -97,3 +107,45 @@ def test_the_newest_ask_of_each_newcomer_is_passed_on():
     asks = ((Newcomer(7, 2), Newcomer(8, 0)), (Newcomer(7, 1),))
     record = next_record(closure(view_of(p1=ACTIVE, p5=ACTIVE), asks=asks))
     assert record.snapshot_for == (Newcomer(7, 2), Newcomer(8, 0))
+
+
+class TestResyncs:
+    """When one is due, who gives, and what it is called in the record."""
+
+    BOTH = Classes(b"a and b", (5, 1))
+
+    def record(self, *, governing=None, view=None, last=False, **closed):
+        found = closure(view or view_of(p1=ACTIVE, p5=ACTIVE, p7=ACTIVE), last=last)
+        governing = governing or Record(b"", NO_VIEW, NO_VIEW, (), classes=b"a and b")
+        return next_record(replace(found, governing=governing, **closed))
+
+    def test_the_first_anchor_gives_when_it_is_time(self):
+        record = self.record(classes=self.BOTH, is_time=True)
+        assert (record.resync, record.num_resyncs, record.anchors) == (True, 1, (5, 1))
+        assert [share.peer for share in record.shares if share.ranges] == [5]
+        assert record.share_of(5) == RESYNC
+        assert record.members == (1, 5, 7)
+
+    def test_at_other_times_only_when_there_are_other_classes(self):
+        record = self.record(classes=self.BOTH)
+        assert (record.resync, record.num_resyncs) == (False, 0)
+        assert sum(len(share.ranges) for share in record.shares) == 16
+        before = Record(b"", NO_VIEW, NO_VIEW, (), classes=b"a", num_resyncs=3)
+        record = self.record(classes=self.BOTH, governing=before)
+        assert (record.resync, record.num_resyncs, record.classes) == (True, 4, b"a and b")
+
+    def test_not_of_one_class_nor_at_the_end_nor_after_one(self):
+        before = Record(b"", NO_VIEW, NO_VIEW, (), classes=b"a", resync=True, num_resyncs=3)
+        for closed in (
+            {"classes": ONE_CLASS},
+            {"classes": self.BOTH, "last": True},
+            {"classes": self.BOTH, "governing": before},
+        ):
+            assert not self.record(is_time=True, **closed).resync
+
+    def test_an_anchor_that_leaves_does_not_give(self):
+        view = view_of(p1=ACTIVE, p5=LEAVING, p7=ACTIVE)
+        record = self.record(classes=self.BOTH, is_time=True, view=view)
+        assert record.share_of(1) == RESYNC
+        view = view_of(p1=LEAVING, p5=LEAVING, p7=ACTIVE)
+        assert not self.record(classes=self.BOTH, is_time=True, view=view).resync

@@ -202,3 +202,23 @@ def test_what_was_refused_stays_with_whom_it_has_moved_to():
     assert not verdict.quarantine
     found = settle(verdict, statuses, Record(b"", NO_VIEW, NO_VIEW, ()), (1, 2), ROUND)
     assert (found.claims_of(1), found.claims_of(2)) == (ROUND, EMPTY)
+
+
+def test_whoever_was_to_give_in_a_resync_has_died():
+    """The next anchor does, the first of the roster if there is none; no sample has killed."""
+    one = Ranges.whole(1)
+    record = Record(b"", NO_VIEW, NO_VIEW, (), anchors=(9, 5, 1), resync=True, num_resyncs=1)
+    for alive, chosen in (((1, 5, 7), 5), ((1, 7), 1), ((3, 7), 3)):
+        statuses = {peer: status(speed=peer) for peer in alive}
+        verdict = decide(statuses, PARTS)
+        found = settle(verdict, statuses, record, alive, one)
+        assert {share.peer: share.ranges for share in found.claims if share.ranges} == {chosen: one}
+        assert not any(found.losses)
+
+
+def test_whoever_has_its_claim_still_gives_in_a_resync():
+    record = Record(b"", NO_VIEW, NO_VIEW, (), anchors=(1,), resync=True, num_resyncs=1)
+    statuses = {1: status(), 2: status(claims=Ranges.whole(1))}
+    found = settle(decide(statuses, PARTS), statuses, record, (1, 2), Ranges.whole(1))
+    assert found.claims_of(2) == Ranges.whole(1)
+    assert found.claims_of(1) == EMPTY

@@ -10,6 +10,7 @@ from tests.collectives.world import Violation, World
 from tests.collectives.world_directed import (
     ComingAndGoing,
     Deadly,
+    Divided,
     Haunted,
     Hurriers,
     LastWords,
@@ -94,10 +95,13 @@ MUTATIONS = [  # (what is broken, where it shows, schedules within which it must
     (broken.ForgetsMovesAtACut, Shaken, 400),
     (broken.AsksThoseWhoWereRefused, Redoing, 100),
     (broken.StopsForWhatItSawRefused, Stopping, 300),
+    (broken.CountsResyncsAsRounds, Divided, 300),
+    (broken.AnybodyGivesItsState, Divided, 800),
+    (broken.ServesAStateOfTwoClasses, Divided, 300),
 ]
 DIRECTED = (
     LostQueues, ComingAndGoing, Sniper, Liars, Hurriers, Strangers, Resumed,
-    Deadly, Redoing, Shaken, Stopping,
+    Deadly, Redoing, Shaken, Stopping, Divided,
 )  # fmt: skip
 AMBUSHES = (LastWords, Widows, TwoLeavers, Starved, Overtaken, Haunted)
 

@@ -22,6 +22,7 @@ from manyhands.collectives import messages as m
 from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.refusal import OnRefusal
+from manyhands.collectives.shares import ONE_CLASS, Resyncs
 from manyhands.collectives.standing import Course, Mode
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View, ViewNumber
 from manyhands.links import arbiter
@@ -129,10 +130,11 @@ class World:
         peer = PeerId(f"peer{self.joined}", number)
         course = Course(
             num_parts=self.num_parts,
-            num_samples=lambda _: SAMPLES,
+            num_samples=self.num_samples,
             num_rounds=self.num_rounds,
             form=self.form,
             on_refusal=self.on_refusal,
+            resyncs=Resyncs(self.classes, every=2),
         )
         self.peers[number] = Peer(peer, self.make(number, course))
         self.show(arbiter.joined(self.view, peer))
@@ -144,6 +146,12 @@ class World:
             self.tell(number, state)
             self.remember(self.peers[number], state)
         return number
+
+    def num_samples(self, number):
+        return SAMPLES
+
+    def classes(self, reports):
+        return ONE_CLASS
 
     def tell(self, number, event):
         """Hand an event to a peer's machine and carry out what it says."""
@@ -176,8 +184,9 @@ class World:
                 self.check_place(peer, instruction)
             case i.Commit():
                 self.replay(peer)
-                donors = tuple(share.peer for share in instruction.sums[0].contributions)
-                self.donors[instruction.round + 1, instruction.chain] = donors
+                given = tuple(share.peer for share in instruction.sums[0].contributions)
+                donors = tuple(p for p in given if p in instruction.record.anchors)
+                self.donors[instruction.round + 1, instruction.chain] = donors or given
                 self.commit(peer, instruction)
             case i.Stable():
                 peer.kept.clear()
@@ -393,7 +402,7 @@ class World:
         outside = self.view.member(peer.number) is None
         peer.commits_outside += outside
         self.require(peer.commits_outside < 2, "I8 an excluded peer went on committing")
-        whole = self.whole(peer, round_, done.attempt)
+        whole = self.whole(peer, round_, done)
         made = Round(done.chain, not whole, done.record.closing, done.record.generation)
         if not outside:
             self.check_history(peer, round_, made)
@@ -406,14 +415,14 @@ class World:
         if self.rng.random() < 0.2:
             peer.machine.handle(e.SpeedMeasured(self.rng.randint(1, 5)), lease=True)
 
-    def whole(self, peer, round_, attempt):
+    def whole(self, peer, round_, done):
         """What a round has to cover: nothing, in one that follows a closing record.
 
         After the state that a peer came with, those who go on from it say whether it is one.
         """
         closing = peer.history.get(round_ - 1, NO_ROUND).closing
         if round_ == peer.offered:
-            closing = self.closing[round_, attempt]
+            closing = self.closing[round_, done.attempt]
         return EMPTY if closing else Ranges.whole(SAMPLES)
 
     def check_history(self, peer, round_, made):

@@ -7,8 +7,9 @@ from collections import Counter
 from manyhands.collectives import events as e
 from manyhands.collectives import messages as m
 from manyhands.collectives.instructions import StopReason
-from manyhands.collectives.ranges import EMPTY
+from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.refusal import OnRefusal
+from manyhands.collectives.shares import ONE_CLASS, Classes
 from manyhands.collectives.standing import Mode
 from manyhands.core.peers import NO_VIEW, PeerState, ViewNumber
 from manyhands.links import arbiter
@@ -164,6 +165,69 @@ class Deadly(World):
         machine = peer.machine
         settled = machine.cut == cut and machine.mode is Mode.RUNNING
         return settled or not machine.active
+
+
+class Divided(World):
+    """Peers of two classes, and rounds of different sizes: between them there are re-syncs."""
+
+    lengths = (3, 5, 7)
+
+    def __init__(self, seed, **options):
+        self.records = {}  # (rounds, chain after them) -> the record that governs the next
+        super().__init__(seed, **options)
+
+    def num_samples(self, number):
+        return SAMPLES - number % 3
+
+    def class_of(self, peer):
+        return peer // 2000 % 2
+
+    def classes(self, reports):
+        classes = {}
+        for peer in reports:
+            classes.setdefault(self.class_of(peer), []).append(peer)
+        if len(classes) == 1:
+            return ONE_CLASS
+        anchors = max(classes.values(), key=lambda peers: sum(reports[p].speed for p in peers))
+        return Classes(b"both", tuple(anchors))
+
+    def whole(self, peer, round_, done):
+        if not super().whole(peer, round_, done):
+            return EMPTY
+        if done.sums[0].exact:
+            return Ranges.whole(1)
+        return Ranges.whole(self.num_samples(round_ - done.record.num_resyncs + done.record.resync))
+
+    def commit(self, peer, done):
+        super().commit(peer, done)
+        self.records[done.round + 1, done.chain] = done.record
+        before = self.records.get((done.round, done.record.prev))
+        if before is None:
+            return  # the state that it came with
+        contributions, resync = done.sums[0].contributions, done.sums[0].exact
+        self.require(resync == before.resync, "I16 a re-sync, or none, against the record")
+        if resync:
+            members = [share.peer for share in contributions]
+            anchors = [peer for peer in before.anchors if peer in members]
+            gave = [share.peer for share in contributions if share.ranges]
+            able = anchors or members
+            self.require(gave in (able[:1], []), f"I16 {gave} gave its state, and not {able}")
+            self.count["re-syncs"] += 1
+            self.count["re-syncs by another"] += gave != list(before.anchors[:1])
+            self.count["re-syncs without anchors"] += bool(before.anchors) and not anchors
+
+    def arrival(self, peer, sender, data, values):
+        if isinstance(head := m.decode(data), m.Snapshot):
+            classes = {self.class_of(p) for p in self.donors[head.applied, head.chain]}
+            one = self.class_of(sender) in classes and len(classes) == 1
+            self.require(one or not head.record.anchors, "I16 a state of two classes")
+        return super().arrival(peer, sender, data, values)
+
+    def stop(self, peer, instruction):
+        super().stop(peer, instruction)
+        if instruction.reason is StopReason.FINISHED:
+            made = peer.machine.applied - peer.machine.record.num_resyncs - 1
+            self.require(made <= self.num_rounds, "I16 re-syncs have made the run longer")
 
 
 class Redoing(World):

@@ -9,7 +9,7 @@ import msgspec
 from manyhands.collectives.instructions import AddUp, Send, StopReason
 from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.messages import Fill
-from manyhands.collectives.ranges import EMPTY
+from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.refusal import Doubts
 from manyhands.collectives.shares import share_out
 from manyhands.collectives.standing import Mode
@@ -290,3 +290,27 @@ class TakesTheUninformedForDead(RoundMachine):
 class StopsForWhatItSawRefused(RoundMachine):
     def _act(self, verdict):
         super()._act(replace(verdict, refused=EMPTY))
+
+
+class CountsResyncsAsRounds(RoundMachine):
+    def _whole(self):
+        record = self._governing()
+        if record.closing or record.resync:
+            return super()._whole()
+        return Ranges.whole(self.course.num_samples(self.applied))
+
+
+class AnybodyGivesItsState(RoundMachine):
+    def _settle(self, verdict):
+        found = super()._settle(verdict)
+        if not found.members or not self._governing().resync:
+            return found
+        speeds = {p: self._heard[p].speed for p in found.members}
+        claims = share_out(self._whole() - found.quarantine, found.members, speeds)
+        return replace(found, claims=claims)
+
+
+class ServesAStateOfTwoClasses(RoundMachine):
+    def _serve(self, record, members):
+        turned = tuple(p for p in members if p not in record.anchors)
+        super()._serve(msgspec.structs.replace(record, anchors=turned), members)

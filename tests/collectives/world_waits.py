@@ -30,6 +30,7 @@ def check_state(world, peer):
     ways = ((peer.number, donor.number), (donor.number, peer.number), (world.hub, peer.number))
     coming = peer.number in donor.machine.asks or any(map(world.channels.get, ways))
     coming = coming or any(is_coming(world, peer, key) for key in peer.pieces)
+    coming = coming or will_be_served(world, peer, donor)
     world.require(coming, f"I10 {peer.id} waits for a state that nobody sends")
 
 
@@ -72,6 +73,17 @@ def is_coming(world, peer, key):
     return number == peer.machine.ask_number and all(
         will_send(world, world.peers[donor], peer, applied) for donor in lacking
     )
+
+
+def will_be_served(world, peer, asked):
+    """Whom it has asked may be of another class than those who send: they do, or will."""
+    record, number = asked.machine.record, peer.machine.ask_number
+    others = [other for other in world.alive() if other is not asked]
+    if record is not None and m.Newcomer(peer.number, number) in record.snapshot_for:
+        donors = (other for other in others if other.number in record.anchors)
+        return any(will_send(world, donor, peer, asked.machine.applied) for donor in donors)
+    words = (word for other in others for word in world.words(other.number, peer.number))
+    return any(isinstance(word, m.Snapshot) and word.number == number for word in words)
 
 
 def will_send(world, donor, peer, applied):

@@ -184,14 +184,17 @@ class TestCompare:
         (deviant,) = first_found(peers, 70)[1].deviants
         assert deviant.peer == 3
 
-    def test_a_state_mixed_of_several_kinds_is_like_no_others(self):
+    def test_a_state_of_another_kind_makes_one_of_its_own(self):
+        """Only who has got the same one is compared with it."""
         peers = [Peer(number) for number in (1, 2, 3, 4)]
-        one, several = Compared((), 1), Compared((), 2)
-        assert peers[0].watch.origin(one, b"chain") == b""
+        peers[1].watch.replaced(peers[0].watch.kind, b"any chain")
+        assert peers[1].watch.kind == peers[0].watch.kind
         for peer in peers[2:]:
             nudge(peer.model[0].weight, 0)
-            peer.watch.replaced(peers[0].watch.origin(several, b"chain"))
-        assert peers[2].watch.origin(one, b"later") == b"chain"
+            peer.watch.replaced(b"gpu", b"chain")
+        late = Peer(5)
+        late.watch.replaced(peers[2].watch.kind, b"later")
+        assert late.watch.kind == peers[2].watch.kind != peers[0].watch.kind
         for applied in range(70):
             assert look_all(peers, applied) == Compared((), 2)
         nudge(peers[3].model[0].weight, 0)

@@ -8,6 +8,7 @@ told to be slow, or to kill itself at a point of a round.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from manyhands.data.order import Order
 from manyhands.replica.conductor import Conductor
 from manyhands.replica.deviation import Deviated
 from manyhands.replica.replica import seed_of_pass
+from manyhands.wire.tensors import bytes_of
 
 SIZE, BATCH, GRAIN, FEATURES, CLASSES, SEED = 90, 24, 4, 12, 4, 7
 WIDTH = 160  # so that there are parts for four owners
@@ -153,12 +155,14 @@ def train(
     astray: list[int] | None = None,
     flush: bool = False,
     dies_opening: bool = False,
+    show: bool = False,
     **options: Any,
 ) -> None:
     """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round.
 
     In rounds that are `astray` its optimizer is off by the last bit of one number. `flush`: its
     arithmetic is another one, though not for numbers that come up here. `dies_opening`: see there.
+    `show`: it says what its parameters are when a round begins, and when it has stepped.
     """
     if dies_opening:
         die_opening()
@@ -182,6 +186,8 @@ def train(
                 at = hand.round
                 if at == stop_at:
                     break  # as a loop does whose author has seen enough
+                if show:
+                    teller.say({"begins": at, "parameters": digest_of(model)})
                 teller.pass_by("forward", at)
                 time.sleep(pace_s)
                 optimizer.zero_grad()
@@ -202,6 +208,8 @@ def train(
                             "state": hand.digest().hex(),
                         }
                     )
+                    if show:
+                        teller.say({"ends": at, "parameters": digest_of(model)})
             if hand.round == stop_at:
                 break
             schedule.step()
@@ -215,7 +223,7 @@ def die_opening() -> None:
     gather = Conductor._open
 
     def gather_and_die(self: Conductor, task: Any) -> None:
-        if self.base.openings.is_gathering(task.round):
+        if self.base.is_gathering(task.round):
             view = self.rounds.outlook.wait_for_view(
                 lambda view: len(view.peers(PeerState.ACTIVE)) == len(view.roster)
             )
@@ -224,6 +232,14 @@ def die_opening() -> None:
         gather(self, task)
 
     Conductor._open = gather_and_die
+
+
+def digest_of(model: nn.Module) -> str:
+    """Of parameters and buffers."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in model.state_dict().values():
+        digest.update(bytes_of(tensor.detach()))
+    return digest.hexdigest()
 
 
 def nudge(tensor: torch.Tensor, place: int = 1000) -> None:
@@ -235,7 +251,8 @@ def nudge(tensor: torch.Tensor, place: int = 1000) -> None:
 def ledger(closed: mh.RoundClosed) -> dict:
     """Who computed what of a round."""
     spans = [span for ranges in closed.shares.values() for span in ranges.spans]
-    return {"counted": closed.round, "spans": spans, "members": len(closed.shares)}
+    names = [peer.name for peer in closed.shares]
+    return {"counted": closed.round, "spans": spans, "members": len(names), "names": names}
 
 
 def dial_by_points(child: Any) -> None:

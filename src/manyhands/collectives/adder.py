@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manyhands.collectives.bank import Bank
-from manyhands.collectives.codecs import accumulator_of
+from manyhands.collectives.codecs import Codec, accumulator_of
 from manyhands.collectives.layout import Layout
 from manyhands.collectives.messages import Fault, Part, Sum
 from manyhands.collectives.pool import Block, Pool
@@ -35,12 +35,12 @@ class Adder:
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._wide = torch.empty(_PIECE, dtype=torch.float64)
 
-    def wire_bytes(self, k: int) -> int:
+    def wire_bytes(self, k: int, *, exact: bool = False) -> int:
         """Of the values of part k; -1 for a part that there is not."""
         if k >= self._layout.num_parts:
             return -1
         part = self._layout.parts[k]
-        return self._bank.codecs[k].num_bytes(part.numel, part.dtype)
+        return self._bank.codecs_of(exact=exact)[k].num_bytes(part.numel, part.dtype)
 
     def result_bytes(self, head: Sum) -> int:
         """What comes with this result; -1 for a part that there is not.
@@ -48,13 +48,13 @@ class Adder:
         The mean of nothing has no values. A closing round is one, and takes place while the user
         still reads the last result: two at a time would be more memory than is promised.
         """
-        size = self.wire_bytes(head.k)
+        size = self.wire_bytes(head.k, exact=head.exact)
         return size if size < 0 or head.weight > 0 else 0
 
     def is_whole(self, part: Part, block: Block | None) -> bool:
         """Whether a contribution has the values that it should have."""
         size = 0 if block is None else block.tensor.numel()
-        if size != (self.wire_bytes(part.k) if part.weight > 0 else 0):
+        if size != (self.wire_bytes(part.k, exact=part.exact) if part.weight > 0 else 0):
             return False
         return block is None or not size or self._are_values(part.k, block.tensor)
 
@@ -81,9 +81,10 @@ class Adder:
         head = msgspec.structs.replace(head, faults=tuple(faults))
         if weight <= 0:
             return msgspec.structs.replace(head, weight=weight), self._pool.take(0)
-        shape, codec = self._layout.parts[head.k], self._bank.codecs[head.k]
+        shape = self._layout.parts[head.k]
+        codec = self._bank.codecs_of(exact=head.exact)[head.k]
         arithmetic = arithmetic_for(Operator.SUM, shape.dtype)
-        block = self._pool.take(self.wire_bytes(head.k))
+        block = self._pool.take(self.wire_bytes(head.k, exact=head.exact))
         given = [s.peer for s in head.contributions if self._counts(filed[s.peer], s.peer == me)]
         apart = arithmetic.narrow or not codec.raw  # the total is not what is sent
         total = (
@@ -95,11 +96,13 @@ class Adder:
         if not given:
             total.zero_()
         for place, peer in enumerate(given):
-            adding.offer(place, self._contribution(head.k, filed[peer], own=peer == me))
+            adding.offer(place, self._contribution(head.k, codec, filed[peer], own=peer == me))
         if shape.dtype.is_floating_point or shape.dtype.is_complex:
             total.div_(weight)
         if apart:
             codec.encode(total, block.tensor)
+        if head.exact:  # no mean: it is as it is, and nobody's fault
+            return msgspec.structs.replace(head, weight=weight), block
         norm = self._squared_norm(head.k, block)
         refused = head.refused
         if self._refuse and not math.isfinite(norm):
@@ -118,8 +121,7 @@ class Adder:
             return not self._bank.empty and self.is_own_whole(filed.part)
         return self.is_whole(filed.part, filed.block)
 
-    def _contribution(self, k: int, filed: Filed, *, own: bool) -> Contribution:
-        codec = self._bank.codecs[k]
+    def _contribution(self, k: int, codec: Codec, filed: Filed, *, own: bool) -> Contribution:
         dtype = arithmetic_for(Operator.SUM, self._layout.parts[k].dtype).dtype
         if own and codec.raw:
             return Contribution(self._bank.values(k).view(dtype), False, _nothing)

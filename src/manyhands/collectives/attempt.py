@@ -81,7 +81,7 @@ class Attempt(Follower):
         if self.member:
             # A void attempt, or one of a lost generation, is as much memory as a whole result.
             self._drop_sums(lambda key: key == self._key)
-        self._emit(Begin(self.applied, tag, members, claims))
+        self._emit(Begin(self.applied, tag, members, claims, self._governing().resync))
         if members == (self.me,):
             self._confirm_lease(self._key)
         self._work()
@@ -130,7 +130,10 @@ class Attempt(Follower):
         share = (Share(self.me, self.claims),)
         numbers = range(self.course.num_parts)
         self._adding.update(numbers)
-        heads = (Sum(*self._key, k, share, EMPTY, None if k else record) for k in numbers)
+        exact = self._governing().resync
+        heads = (
+            Sum(*self._key, k, share, EMPTY, None if k else record, exact=exact) for k in numbers
+        )
         self._emit(Conclude(part, tuple(heads)))
 
     def _on_concluded(self, event: Concluded) -> None:
@@ -198,7 +201,8 @@ class Attempt(Follower):
         shares = tuple(Share(m, box[m].part.ranges) for m in self.members)
         refused = Ranges.union(box[m].part.ranges for m in self.members if box[m].refused)
         self._adding.add(k)
-        self._emit(AddUp(Sum(self.applied, self.tag, k, shares, refused, record)))
+        exact = self._governing().resync
+        self._emit(AddUp(Sum(self.applied, self.tag, k, shares, refused, record, exact=exact)))
 
     def _write_record(self) -> Record | None:
         """The lead's record; None while its view is older than that of the governing one.
@@ -211,7 +215,7 @@ class Attempt(Follower):
             return None
         box = self.book.contributions(self._key, 0)
         reports = {m: report for m in self.members if (report := box[m].part.report) is not None}
-        following = self.applied + 1
+        following = self.applied + 1 - governing.num_resyncs
         record = next_record(
             Closure(
                 view=self.view,
@@ -223,6 +227,8 @@ class Attempt(Follower):
                 governing=governing,
                 last=governing.closing or self.course.is_over(following),
                 following=Ranges.whole(self.course.num_samples(following)),
+                classes=self.course.resyncs.classes(reports),
+                is_time=following % self.course.resyncs.every == 0,
             )
         )
         return msgspec.structs.replace(record, form=self.course.form)
@@ -386,7 +392,8 @@ class Attempt(Follower):
         self.wanting, self.losses, self.doubts = None, (), Doubts()
         self._serve(record, tuple(share.peer for share in sums[0].contributions))
         if over:
-            finished = self.finished or self.course.is_over(self.applied - 1)
+            number = self.applied - 1 - record.num_resyncs
+            finished = self.finished or self.course.is_over(number)
             text = "the run is finished" if finished else "all have left the run"
             self._stop(StopReason.FINISHED, text, Resign(finished, text))
         elif self.mode is Mode.RUNNING:
@@ -396,17 +403,23 @@ class Attempt(Follower):
             self._maybe_go()
         return True
 
-    def _serve(self, record: Record, donors: tuple[int, ...]) -> None:
-        """Send the newcomers of the record this peer's piece of the state: each donor has one."""
-        if self.me not in donors:
+    def _serve(self, record: Record, members: tuple[int, ...]) -> None:
+        """Send the newcomers of the record this peer's piece of the state: each donor has one.
+
+        Of several classes only one gives: a state with pieces of two would be like none of theirs.
+        The others remember it, too: somebody has to ask again if all of that class die.
+        """
+        if self.me not in members:
             return
-        place = donors.index(self.me)
+        donors = tuple(p for p in members if p in record.anchors) or members
         for peer, number in record.snapshot_for:
             if self.asks.get(peer, number) <= number:
                 self.asks.pop(peer, None)
                 self.served[peer] = Served(number, donors)
-            head = Snapshot(number, self.applied, self.chain, record, place, len(donors))
-            self._emit(Send(peer, head))
+            if self.me in donors:
+                place = donors.index(self.me)
+                head = Snapshot(number, self.applied, self.chain, record, place, len(donors))
+                self._emit(Send(peer, head))
         self._ask_for_those_left()
 
     # -- lease -------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ class Bank:
     def __init__(self, layout: Layout, wire: str, pool: Pool) -> None:
         self._layout, self._pool = layout, pool
         self.codecs: tuple[Codec, ...] = tuple(codec_for(wire, p.dtype) for p in layout.parts)
+        self._raw: tuple[Codec, ...] = tuple(codec_for("fp32", p.dtype) for p in layout.parts)
+        self.exact = False  # what is in here travels as it is
         # What int8 leaves out is too much to lose; the halves' rounding is noise of no bias.
         parts = [(part.numel, part.dtype) for part in layout.parts]
         self.feedback = Feedback(wire, parts) if wire == "int8" else None
@@ -50,6 +52,10 @@ class Bank:
         self._tentative = False  # they are of a first pass that is not done
         self.weight = 0.0
         self.generation = 0  # grows when what was computed does not count any more
+
+    def codecs_of(self, *, exact: bool) -> tuple[Codec, ...]:
+        """Of the parts; `exact`: those that change nothing."""
+        return self._raw if exact else self.codecs
 
     @property
     def empty(self) -> bool:
@@ -64,7 +70,8 @@ class Bank:
     def num_bytes(self, k: int) -> int:
         """Of a contribution to part k on the wire; an empty bank sends none."""
         part = self._layout.parts[k]
-        return 0 if self.empty else self.codecs[k].num_bytes(part.numel, part.dtype)
+        codec = self.codecs_of(exact=self.exact)[k]
+        return 0 if self.empty else codec.num_bytes(part.numel, part.dtype)
 
     def show(self, flats: list[Tensor], weight: float) -> bool:
         """The tensors of a pass that is under way; False if others are in here already.
@@ -119,7 +126,8 @@ class Bank:
 
     def copies(self, k: int) -> bool:
         """Whether part k is sent from a copy, which is free again when it has left."""
-        return not self.codecs[k].raw or len(self._layout.parts[k].slices) > _MAX_PIECES
+        raw = self.codecs_of(exact=self.exact)[k].raw
+        return not raw or len(self._layout.parts[k].slices) > _MAX_PIECES
 
     def coded(self, k: int) -> Coded:
         """Part k as it travels, and what to call when it has left."""
@@ -132,10 +140,10 @@ class Bank:
 
     def encode(self, k: int, wire: Tensor) -> None:
         """Part k as bytes of its codec."""
-        if self.feedback is not None:
+        if self.feedback is not None and not self.exact:
             self.feedback.encode(k, self.values(k), wire)
         else:
-            self.codecs[k].encode(self.values(k), wire)
+            self.codecs_of(exact=self.exact)[k].encode(self.values(k), wire)
 
     def committed(self) -> None:
         """The round counts, and with it what the codec has left out."""

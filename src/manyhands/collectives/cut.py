@@ -222,8 +222,9 @@ class Cutting(Attempt):
 
     def _settle(self, verdict: Verdict) -> Settlement:
         active = [p for p, s in self.participants.items() if s is PeerState.ACTIVE]
-        found = settle(verdict, self._heard, self._governing(), active, self._whole())
-        if self.course.harmless(verdict.target):
+        record = self._governing()
+        found = settle(verdict, self._heard, record, active, self._whole())
+        if self.course.harmless(verdict.target - record.num_resyncs):
             return replace(found, losses=(), deadly=EMPTY)
         return found
 

@@ -40,6 +40,7 @@ class Begin:
     attempt: Tag
     members: tuple[int, ...]
     claims: Ranges  # this peer's samples; those already in the bank stay there
+    exact: bool = False  # a re-sync: values travel as they are
 
 
 @dataclass(frozen=True, slots=True)

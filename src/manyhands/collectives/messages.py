@@ -89,6 +89,7 @@ class Fault(_Piece, frozen=True):
 _Faults = Annotated[tuple[Fault, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 _Losses = Annotated[tuple[Ranges, ...], msgspec.Meta(max_length=MOST_DEATHS - 1)]
 _Newcomers = Annotated[tuple[Newcomer, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+_Peers = Annotated[tuple[Incarnation, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 _Shares = Annotated[tuple[Share, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 
 
@@ -109,6 +110,10 @@ class Record(_Piece, frozen=True):
     speeds: Annotated[tuple[Speed, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
     sync: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0  # how rounds synchronise; carried along
     form: _Form = ""  # the tensors of the run and how they travel: newcomers compare it with theirs
+    classes: Digest = b""  # of those who closed the round; empty if all were of one
+    anchors: _Peers = ()  # those of one class that speak for all; none if there is only one
+    resync: bool = False  # the next round is one: all adopt what the first anchor of it gives
+    num_resyncs: _Count = 0  # so far, that one among them
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -151,6 +156,7 @@ class Part(Message, frozen=True, tag=1):
     ranges: Ranges
     weight: _Weight = 0.0
     report: SelfReport | None = None  # with k = 0
+    exact: bool = False  # of a re-sync: the values travel as they are, whatever the codec
 
     def __post_init__(self) -> None:
         if (self.k == 0) != (self.report is not None):
@@ -175,6 +181,7 @@ class Sum(Message, frozen=True, tag=2):
     squared_norm: float = 0.0
     notes: _Notes = b""  # of part 0: what the reports of the members come to
     faults: _Faults = ()  # none, and yet refused: too much together, and nobody's fault alone
+    exact: bool = False  # as in its Parts
 
     def __post_init__(self) -> None:
         if (self.k == 0) != (self.record is not None):
@@ -222,7 +229,8 @@ class Ask(Message, frozen=True, tag=5):
 class Snapshot(Message, frozen=True, tag=6):
     """The head of the state after `applied` rounds; a donor's piece of it comes beside it.
 
-    Every peer that took part in the last of these rounds is a donor: `place` of so many.
+    Every peer that took part in the last of these rounds is a donor, or of several classes the
+    anchors: `place` of so many.
     """
 
     number: _Number  # of the Ask it answers

@@ -50,6 +50,7 @@ from manyhands.collectives.pursuit import Pursuit
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.refusal import OnRefusal
 from manyhands.collectives.results import Result, digest_of, form_of
+from manyhands.collectives.shares import NO_RESYNCS, Resyncs
 from manyhands.collectives.shelf import Shelf
 from manyhands.collectives.standing import Course
 from manyhands.collectives.threads import start_thread
@@ -78,6 +79,7 @@ class Rounds:
         wire: str = "fp32",
         refuse: bool = True,
         on_refusal: OnRefusal = OnRefusal.SKIP,
+        resyncs: Resyncs = NO_RESYNCS,
         num_measured: int | None = None,
         form: str | None = None,
         state: State | None = None,
@@ -85,9 +87,9 @@ class Rounds:
         vouched: bool = False,
     ) -> None:
         """For tensors like these. `mail`: the link's `place`, so that what arrives lands where it
-        stays. `harmless`: see `Course`; `wire`, `refuse`, `num_measured`: codecs, adder, layout.
-        `form`: what peers must have in common, in words; else the tensors and how they travel.
-        `vouched`: the meeting point is this process's own, and need not be asked who is in."""
+        stays. `wire`, `refuse`, `num_measured`: see codecs, adder, layout; `harmless`, `resyncs`:
+        `Course`. `form`: what peers must have in common, in words; else the tensors and how they
+        travel. `vouched`: the meeting point is this process's own, and need not be asked."""
         self._link, self._state, self._vouched = link, state, vouched
         self._mail = mail or Mail()
         self._me = link.me.incarnation
@@ -99,6 +101,7 @@ class Rounds:
             harmless=harmless,
             form=form_of(self.layout, wire) if form is None else form,
             on_refusal=on_refusal,
+            resyncs=resyncs,
         )
         self._machine = RoundMachine(self._me, course)
         self._pool = pool_for(self.layout, wire, AHEAD_BYTES)
@@ -124,9 +127,8 @@ class Rounds:
         ended = lambda: self._stopped or self._machine.stopped  # noqa: E731
         self._words = Words(link, self._errands, self._courier, ended, self._feed, self._fail)
         self._aside = Courier(link, self._fail, skip_s=link.terms.lease_s)
-        self._post = Post(
-            self._courier, self._aside, self._bank, self._pool, link.terms.part_bytes, self._lock
-        )
+        most = link.terms.part_bytes
+        self._post = Post(self._courier, self._aside, self._bank, self._pool, most, self._lock)
         self._shelf = Shelf(self._pool, self._post.tell_taken)
         self.outlook = Outlook(self._news, self._machine, self._shelf, self._outcomes)
         self._reader: threading.Thread | None = None
@@ -148,9 +150,8 @@ class Rounds:
                 self._feed(e.CaughtUp())
             if not self._news.wait_for(lambda: self._outcomes, timeout_s):
                 raise LinkTimeout(f"news of round {self._machine.applied}", timeout_s)
-            if isinstance(self._outcomes[0], Stopped):
-                return self._outcomes[0]
-            return self._outcomes.popleft()
+            stopped = isinstance(self._outcomes[0], Stopped)
+            return self._outcomes[0] if stopped else self._outcomes.popleft()
 
     def contribute(
         self, task: Task, tensors: Sequence[Tensor], *, weight: float, ranges: Ranges | None = None
@@ -261,9 +262,8 @@ class Rounds:
         self._stop(Stopped(None, "closed"))
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
-        self._errands.close()
-        for courier in (self._courier, self._aside):
-            courier.close()
+        for helper in (self._errands, self._courier, self._aside):
+            helper.close()
 
     # -- events and instructions ----------------------------------------------------------------
 
@@ -338,6 +338,7 @@ class Rounds:
         if self._attempt is None or cut != self._attempt.attempt.cut:
             self._mail.forget(cut)
         self._attempt = begin
+        self._bank.exact = begin.exact
         self._sent.clear()
         self._shelf.begin(cut, self._post.begin(begin))
 
@@ -360,13 +361,13 @@ class Rounds:
         own = self._alone.take(commit)
         num_parts = self.layout.num_parts if own is None else 0
         blocks = self._shelf.take_round(commit.round, commit.attempt, num_parts)
-        result = Result(self.layout, self._bank.codecs, blocks, self._pool, own)
+        codecs = self._bank.codecs_of(exact=commit.sums[0].exact)
+        result = Result(self.layout, codecs, blocks, self._pool, own)
         self._shelf.keep(result)
         self._bank.committed()
         self._early = None
-        self._tell(
-            Committed(commit.round, result, commit.sums, commit.record, commit.chain, commit.member)
-        )
+        facts = (commit.sums, commit.record, commit.chain, commit.member)
+        self._tell(Committed(commit.round, result, *facts))
 
     def _stop(self, last: Stopped) -> None:
         with self._lock:
@@ -389,10 +390,9 @@ class Rounds:
                 self._bank.fetch()
                 if message.k not in self._sent and send.to is not None:
                     return self._send_part(send.to, message)
-            case m.Sum():
-                self._post.send_result(send.to, message, self._shelf.result(message))
-            case m.Fill():
-                self._post.send_result(send.to, message, self._shelf.result(message.sum))
+            case m.Sum() | m.Fill():
+                head = message if isinstance(message, m.Sum) else message.sum
+                self._post.send_result(send.to, message, self._shelf.result(head))
             case m.Snapshot():
                 name = None if send.to is None else self._post.name_of(send.to)
                 if self._state is not None and name is not None:
@@ -412,7 +412,8 @@ class Rounds:
 
     def _reported(self, part: m.Part) -> m.Part:
         report = None if part.report is None else self.report(part.round, part.report)
-        return msgspec.structs.replace(part, weight=self._bank.weight, report=report)
+        bank = self._bank
+        return msgspec.structs.replace(part, weight=bank.weight, report=report, exact=bank.exact)
 
     # -- receiving ------------------------------------------------------------------------------
 
@@ -443,7 +444,6 @@ class Rounds:
             self._news.notify_all()
 
     def _deliver(self, delivery: Delivery) -> None:
-        sender = delivery.sender.incarnation
         try:
             message, block = self._mail.open(delivery)
         except WireError as error:
@@ -456,7 +456,7 @@ class Rounds:
                 if self._state is not None:
                     self._state.arrived(delivery.sender, message, delivery.buffers)
             else:
-                self._arrived(sender, message, block)
+                self._arrived(delivery.sender.incarnation, message, block)
 
     def _arrived(self, sender: int, message: m.AnyMessage, block: Block | None) -> None:
         match message:

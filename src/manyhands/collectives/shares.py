@@ -6,12 +6,15 @@ peers know in common, and calculate in integers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manyhands.collectives.messages import Newcomer, Record, SelfReport, Share
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.core.peers import PeerState, View, ViewNumber
+
+RESYNC = Ranges.whole(1)  # what a re-sync has for samples: who has it gives its parameters
 
 
 def share_out(
@@ -32,6 +35,34 @@ def share_out(
     for i in by_remainder[: count - sum(quotas)]:
         quotas[i] += 1
     return tuple(map(Share, members, ranges.pieces(quotas)))
+
+
+def supply(ranges: Ranges, members: Sequence[int], anchors: Sequence[int]) -> tuple[Share, ...]:
+    """All of it to the first anchor that is a member; if none is left, to the first member."""
+    chosen = next((peer for peer in anchors if peer in members), members[0])
+    return tuple(Share(peer, ranges if peer == chosen else EMPTY) for peer in members)
+
+
+class Classes(NamedTuple):
+    """Of the members of a round, those whose states may drift apart."""
+
+    digest: bytes = b""  # of which there are; none: all are of one
+    anchors: tuple[int, ...] = ()  # who is of the class whose state all adopt, in roster order
+
+
+ONE_CLASS = Classes()
+
+
+class Resyncs(NamedTuple):
+    """How the lead of a round finds out whether the next is a re-sync; its word counts."""
+
+    classes: Callable[[Mapping[int, SelfReport]], Classes] = lambda reports: ONE_CLASS
+    """What the members' reports, in roster order, say of their classes."""
+    every: int = 1
+    """After so many rounds those of several classes adopt the parameters of one."""
+
+
+NO_RESYNCS = Resyncs()
 
 
 def next_members(view: View, members: Collection[int]) -> tuple[int, ...]:
@@ -58,6 +89,8 @@ class Closure:
     governing: Record  # the record that this round was begun with
     last: bool  # no round with samples follows
     following: Ranges  # all samples of the next round, if it is not a closing one
+    classes: Classes = ONE_CLASS  # of this round's members
+    is_time: bool = False  # for a re-sync, if there are several
 
 
 def next_record(closure: Closure) -> Record:
@@ -67,17 +100,38 @@ def next_record(closure: Closure) -> Record:
     if closing:
         members = _with_leavers(closure, members)
     speeds = {peer: report.speed for peer, report in closure.reports.items()}
+    digest, anchors = closure.classes
+    resync = not closing and _is_resync_due(closure, members)
+    if resync:
+        shares = supply(RESYNC, members, anchors)
+    else:
+        shares = share_out(EMPTY if closing else closure.following, members, speeds)
     return Record(
         prev=closure.prev,
         view=closure.view.number,
         generation=closure.generation,
-        shares=share_out(EMPTY if closing else closure.following, members, speeds),
+        shares=shares,
         quarantine=closure.quarantine,
         closing=closing,
         snapshot_for=_asks(closure),
         speeds=tuple(speeds.get(peer, 0) for peer in members),
         sync=closure.governing.sync,
+        classes=digest,
+        anchors=anchors,
+        resync=resync,
+        num_resyncs=closure.governing.num_resyncs + resync,
     )
+
+
+def _is_resync_due(closure: Closure, members: Sequence[int]) -> bool:
+    """In time, and when there are other classes; not after one, which was for those who came too.
+
+    Without a member that could begin it, it is not worth a round.
+    """
+    governing, (digest, anchors) = closure.governing, closure.classes
+    if governing.resync or not any(peer in members for peer in anchors):
+        return False
+    return closure.is_time or digest != governing.classes
 
 
 def _with_leavers(closure: Closure, members: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
-
 from manyhands.collectives.book import Book, Kept, Key
 from manyhands.collectives.events import AskArrived, SnapshotArrived
 from manyhands.collectives.instructions import (
@@ -36,6 +34,7 @@ from manyhands.collectives.instructions import (
 from manyhands.collectives.messages import NO_TAG, Ask, Record, Share, Tag
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.refusal import Doubts, OnRefusal
+from manyhands.collectives.shares import NO_RESYNCS, RESYNC, Resyncs
 from manyhands.core.errors import UsageError
 from manyhands.core.peers import NO_VIEW, PeerState, View, ViewNumber
 from manyhands.links.messages import Gone, Ready, Resign
@@ -48,16 +47,17 @@ class Course:
     num_parts: int
     """Parts that the tensor is cut into."""
     num_samples: Callable[[int], int]
-    """How many samples a round has; a pure function of its number."""
+    """How many samples a round has; a pure function of its number, re-syncs not counted."""
     num_rounds: int | Callable[[], int] | None = None
     """After how many rounds the run is finished; without it, when everybody leaves.
 
     A function, if a peer without a state cannot know."""
     harmless: Callable[[int], bool] = lambda round_: False
-    """Whether nothing is computed in a round, so that its samples cannot have killed anybody."""
+    """Whether nothing is computed in that round: its samples cannot have killed anybody."""
     form: str = ""
     """The tensors and how they travel, in words; peers whose words differ cannot average."""
     on_refusal: OnRefusal = OnRefusal.SKIP
+    resyncs: Resyncs = NO_RESYNCS
 
     def __post_init__(self) -> None:
         """Reject what no run can have."""
@@ -160,9 +160,12 @@ class Standing(ABC):
 
     def _whole(self) -> Ranges:
         """All samples of the round; a closing one has none."""
-        if self._governing().closing:
+        record = self._governing()
+        if record.closing:
             return EMPTY
-        return Ranges.whole(self.course.num_samples(self.applied))
+        if record.resync:
+            return RESYNC
+        return Ranges.whole(self.course.num_samples(self.applied - record.num_resyncs))
 
     def _drop_parts(self, wanted: Callable[[Key], bool]) -> None:
         self._emit(*(DropParts(*key) for key in self.book.drop_parts(wanted)))
@@ -229,17 +232,32 @@ class Standing(ABC):
         self._drop_sums(lambda _: False)  # of those who had one, and are gone
         # The state may be the last one of an earlier run: its numbers mean nothing here, and what
         # its members had planned, say to leave, they do not any more.
-        self.record = msgspec.structs.replace(self._first_record(), sync=self._governing().sync)
+        self.record = self._first_record(self._governing())
         self.generation = NO_VIEW
         if self.view is not None and self.view.founder is not None:
             self.members, self.member = (self.me,), True
             self.claims = self._whole()
 
-    def _first_record(self) -> Record:
-        """What governs the first round of a run: its founder does everything."""
-        closing = self.course.is_over(self.applied)
-        samples = EMPTY if closing else Ranges.whole(self.course.num_samples(self.applied))
-        return Record(b"", NO_VIEW, NO_VIEW, (Share(self.me, samples),), closing=closing)
+    def _first_record(self, before: Record | None = None) -> Record:
+        """What governs the first round of a run: its founder does everything.
+
+        `before`: what came with the state; how far that is in the course, and how rounds
+        synchronise, stays as it was.
+        """
+        before = before or Record(b"", NO_VIEW, NO_VIEW, ())
+        number = self.applied - before.num_resyncs
+        closing = self.course.is_over(number)
+        samples = EMPTY if closing else Ranges.whole(self.course.num_samples(number))
+        return Record(
+            b"",
+            NO_VIEW,
+            NO_VIEW,
+            (Share(self.me, RESYNC if before.resync else samples),),
+            closing=closing,
+            sync=before.sync,
+            resync=before.resync,
+            num_resyncs=before.num_resyncs,
+        )
 
     def _start_over(self, reason: str) -> None:
         """What this peer holds is of no use. One that the others count on resigns instead."""

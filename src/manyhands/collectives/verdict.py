@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from manyhands.collectives.messages import MOST_DEATHS, NO_TAG, Record, Share, Status, Tag
 from manyhands.collectives.ranges import EMPTY, Ranges
-from manyhands.collectives.shares import share_out
+from manyhands.collectives.shares import share_out, supply
 from manyhands.core.peers import ViewNumber
 
 
@@ -116,9 +116,15 @@ def settle(
     uncovered = whole - quarantine - Ranges.union(claims.values())
     if members:
         speeds = {p: statuses[p].speed for p in members}
-        for share in share_out(uncovered, members, speeds):
+        for share in (
+            supply(uncovered, members, record.anchors)
+            if record.resync
+            else share_out(uncovered, members, speeds)
+        ):
             claims[share.peer] |= share.ranges
     orphaned = uncovered - Ranges.union(held.values()) - verdict.doubted
+    if record.resync:
+        orphaned = EMPTY  # nobody dies of giving its parameters
     losses, deadly = _count(verdict.losses, EMPTY if verdict.uneven else orphaned)
     return Settlement(
         members,

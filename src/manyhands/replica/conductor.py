@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
 from torch import Tensor
 
 from manyhands.collectives.instructions import (
@@ -60,13 +61,14 @@ class Turn:
     committed: Committed | None = None
     ended: bool = False  # its backward was done
     evaluates: bool = False  # nothing is learnt from it; `round` is how many came before
+    resyncs: bool = False  # no body: all adopt what one peer gives; `round` is the next one
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
     """Where the user's thread stands: rounds it has applied, and what proves it."""
 
-    applied: int  # those of openings too
+    applied: int  # those of openings and re-syncs too
     chain: bytes
     record: Record | None = None
     openings: Openings = field(default_factory=Openings)
@@ -74,12 +76,37 @@ class Base:
     @property
     def round(self) -> int:
         """How many rounds with samples were applied, evaluations among them: see `Agenda`."""
-        return self.openings.count(self.applied)
+        return self.count(self.applied)
+
+    @property
+    def resyncs(self) -> bool:
+        """Whether the next round is a re-sync."""
+        return self.record is not None and self.record.resync
+
+    def count(self, number: int) -> int:
+        """Of so many of the engine's rounds, those with samples: of the next, or the last ones."""
+        return self.openings.count(self._bare(number))
+
+    def _bare(self, number: int) -> int:
+        """Without the re-syncs so far. A later one is not known, nor where earlier ones were."""
+        return number if self.record is None else number - self.record.num_resyncs + self.resyncs
+
+    def is_opening(self, number: int) -> bool:
+        """Whether that round, the next one, is of an opening."""
+        return not self.resyncs and self.openings.is_opening(self._bare(number))
+
+    def is_gathering(self, number: int) -> bool:
+        """Whether it is the one that waits for others."""
+        return self.openings.is_gathering(self._bare(number))
 
     def open(self) -> Base:
-        """A run may start from here."""
-        openings = self.openings.opened(self.applied)
-        return Base(self.applied, opened_chain(self.chain), self.record, openings)
+        """A run may start from here. Nobody has another state yet that would need a re-sync."""
+        record = self.record
+        if record is not None and record.resync:
+            before = record.num_resyncs - 1
+            record = msgspec.structs.replace(record, resync=False, num_resyncs=before)
+        openings = self.openings.opened(self._bare(self.applied))
+        return Base(self.applied, opened_chain(self.chain), record, openings)
 
 
 @dataclass
@@ -157,13 +184,13 @@ class Conductor:
             match outcome:
                 case Task() if outcome.round < self.base.applied:
                     pass  # it was told late, and the round was committed without it
-                case Task() if self.base.openings.is_opening(outcome.round):
+                case Task() if self.base.is_opening(outcome.round):
                     self._open(outcome)
                 case Task():
                     self._plan(outcome)
                 case Committed() if self._is_closing():
                     outcome.result.close()  # without samples: nothing is to be learnt from it
-                case Committed() if self.base.openings.is_opening(outcome.round):
+                case Committed() if self.base.is_opening(outcome.round):
                     outcome.result.close()
                     self.advance(outcome)
                     self.between(self.base.applied)  # before the next round has another state
@@ -281,20 +308,21 @@ class Conductor:
                     self._rejoin()  # behind those who can
 
     def _plan(self, task: Task) -> None:
-        most = self.agenda.most_of(self.base.openings.count(task.round))
+        most = self.agenda.most_of(self.base.count(task.round))
         pieces = task.ranges.pieces([most] * -(-len(task.ranges) // most))
         self._todo.extend(self._turn(task.round, piece, task) for piece in pieces)
         self._todo[-1].last = True
 
     def _turn(self, number: int, ranges: Ranges, task: Task | None = None) -> Turn:
-        count = self.base.openings.count(number)
+        count, resyncs = self.base.count(number), self.base.resyncs
         return Turn(
             self.agenda.round(count),
             number,
             ranges,
             task,
             last=task is None,
-            evaluates=self.agenda.evaluates(count),
+            evaluates=not resyncs and self.agenda.evaluates(count),
+            resyncs=resyncs,
         )
 
     def _open(self, task: Task) -> None:
@@ -302,7 +330,7 @@ class Conductor:
 
         Not for ever: while nothing is committed, nobody who has missed the round before can come.
         """
-        if self.base.openings.is_gathering(task.round):
+        if self.base.is_gathering(task.round):
             end_s = time.monotonic() + self.gather_s
             while not (self._leaving or self.enough(self.rounds) or time.monotonic() > end_s):
                 if not self._pause():

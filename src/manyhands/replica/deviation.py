@@ -7,10 +7,11 @@ deviants with the result. A deviant leaves, and comes back for the others' state
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -18,6 +19,7 @@ import msgspec
 from torch import Tensor
 
 from manyhands.collectives.messages import SelfReport
+from manyhands.collectives.shares import ONE_CLASS, Classes
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.peers import PeerId
 from manyhands.links.messages import Incarnation
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 STRIDE = 64  # in so many rounds every tensor is looked at
 _MOST = 512  # numbers of a fingerprint: more tensors than that share them
 _NAMED = 8  # deviants of a round; the others are named in a later one
+_ANCHORS = 64  # that a record names: it has to fit into a message
 _TIMES = 3  # that a peer may be named
 _FORGOTTEN = 1024  # rounds after which an earlier time does not count
 
@@ -99,15 +102,36 @@ def compare(reports: Sequence[bytes]) -> Compared:
     """
     kinds: defaultdict[bytes, list[Bits]] = defaultdict(list)
     for report in reports if len(reports) > 1 else ():
-        try:
-            said = _BITS.decode(report)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue  # it has none, or is of another language
-        kinds[said.kind].append(said)
+        if (said := _read(report)) is not None:
+            kinds[said.kind].append(said)
     deviants: list[Deviant] = []
     for peers in kinds.values():
         deviants += _deviants(peers)
     return Compared(tuple(deviants[:_NAMED]), len(kinds))
+
+
+def classes_of(reports: Mapping[int, SelfReport]) -> Classes:
+    """The kinds of these peers, in roster order. Anchors: those of most speed together, and of
+    equal ones the first of the roster's; deviants are none.
+    """
+    kinds: defaultdict[bytes, list[int]] = defaultdict(list)
+    for peer, report in reports.items() if len(reports) > 1 else ():
+        if (said := _read(report.fingerprint)) is not None:
+            kinds[said.kind].append(peer)
+    if len(kinds) <= 1:
+        return ONE_CLASS
+    anchors = max(kinds.values(), key=lambda peers: sum(reports[p].speed for p in peers))
+    deviants = compare([report.fingerprint for report in reports.values()]).deviants
+    wrong = {deviant.peer for deviant in deviants}
+    digest = hashlib.blake2b(_ENCODE(sorted(kinds)), digest_size=16).digest()
+    return Classes(digest, tuple(peer for peer in anchors if peer not in wrong)[:_ANCHORS])
+
+
+def _read(report: bytes) -> Bits | None:
+    try:
+        return _BITS.decode(report)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None  # it has none, or is of another language
 
 
 def _deviants(peers: Sequence[Bits]) -> list[Deviant]:
@@ -141,8 +165,10 @@ class Watch:
     `count` says which of the rounds that the user knows comes after so many of the engine's.
     """
 
-    def __init__(self, tensors: Tensors, count: Callable[[int], int]) -> None:
-        self._tensors, self._count = tensors, count
+    def __init__(
+        self, tensors: Tensors, count: Callable[[int], int], resync_every: int = 1
+    ) -> None:
+        self._tensors, self._count, self._resync_every = tensors, count, resync_every
         self._me = 0
         self._arithmetic = b""
         self._origin = b""  # where the state came from, if that makes its bits others
@@ -159,17 +185,19 @@ class Watch:
         self._me, self._arithmetic = me, arithmetic
         self._forget()
 
-    def origin(self, compared: Compared, chain: bytes) -> bytes:
-        """Of the state that newcomers get now, in pieces from all peers.
+    @property
+    def kind(self) -> bytes:
+        """Of this peer's state: its bits are those of all others of the same."""
+        return self._arithmetic + self._origin
 
-        If those are of several kinds it is like none of theirs: only who has got the same one can
-        have the same bits.
+    def replaced(self, kind: bytes, chain: bytes) -> None:
+        """The state after this chain has come from peers of that kind, one and the same.
+
+        Of this peer's arithmetic it is what they are. Else it is like none of its own arithmetic,
+        but for those who have got the same one: they remember something else of the past.
         """
-        return chain if compared.num_kinds > 1 else self._origin
-
-    def replaced(self, origin: bytes) -> None:
-        """A state has come from others."""
-        self._origin = origin
+        same = kind.startswith(self._arithmetic)
+        self._origin = kind[len(self._arithmetic) :] if same else chain
         self._forget()
 
     def _forget(self) -> None:
@@ -177,7 +205,7 @@ class Watch:
         self._say()
 
     def _say(self) -> None:
-        self._said = _ENCODE(Bits(self._me, self._arithmetic + self._origin, self._prints))
+        self._said = _ENCODE(Bits(self._me, self.kind, self._prints))
 
     def look(self, applied: int, members: Sequence[int], *, alone: bool) -> None:
         """The state is the one after so many rounds; whoever is of the next is in `members`.
@@ -219,8 +247,10 @@ class Watch:
             self._warned = True
             log.warning(
                 "peers of %d kinds of arithmetic (device, threads, version or settings of torch) "
-                "train together: their parameters may agree only to rounding",
+                "train together: their parameters agree only to rounding, and are made equal every "
+                "%d rounds (resync_every)",
                 compared.num_kinds,
+                self._resync_every,
             )
         found: list[Deviated] = []
         mine = False

@@ -231,6 +231,26 @@ class Gradients:
             if there.is_cuda:
                 there.copy_(mine, non_blocking=True)  # before anything that this thread asks next
 
+    # -- values -------------------------------------------------------------------------------
+
+    def values(self) -> list[Tensor]:
+        """Parameters and buffers as they are: lent, in the form of a contribution."""
+        return [tensor.contiguous() for tensor in self.like]
+
+    @torch.no_grad()
+    def adopt_values(self, result: Result) -> None:
+        """Parameters and buffers := another peer's."""
+        slots = (*self._buffers, *self._others)
+        # Parameters take the values where they are; a graph may refer to a buffer that stays.
+        room = [p.detach() if p.is_contiguous() else _empty_like(p) for p in self._parameters]
+        room += [_empty_like(slot.tensor) for slot in slots]
+        self._read(result, room)
+        for p, value in zip(self._parameters, room, strict=False):
+            if not p.is_contiguous():
+                p.copy_(value)
+        for slot, value in zip(slots, room[len(self._parameters) :], strict=True):
+            slot.set(value)
+
     def are_means(self) -> bool:
         """Whether p.grad is the mean of the round, and nothing was added or changed since."""
         grads = self._grads()

@@ -142,7 +142,7 @@ class Loader:
         if self._held is None:
             self._replica.stop()
             return None
-        if self._agenda.leg(self._conductor.base.openings.count(self._held.number)) > leg:
+        if self._agenda.leg(self._conductor.base.count(self._held.number)) > leg:
             return None
         turn, self._held = self._held, None
         return turn

@@ -55,6 +55,8 @@ class Options:
     bad_gradients: str = "skip"
     """What cannot be averaged: "skip" its samples, "drop" the peer if others can compute them, or
     "stop" the run."""
+    resync_every: int = 256
+    """Rounds after which peers of different arithmetic get equal parameters again."""
     checkpoints: str | os.PathLike[str] | None = None
     """A folder or any fsspec URL; the first of the roster saves there."""
     save_every: int | None = None
@@ -65,7 +67,7 @@ class Options:
     """Start from the newest checkpoint; a peer that has none waits for one that has."""
 
     def __post_init__(self) -> None:
-        for name in ("grain_size", "epochs", "max_pass", "save_every", "keep"):
+        for name in ("grain_size", "epochs", "max_pass", "resync_every", "save_every", "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}", hint="1 or more, or None")

@@ -84,8 +84,27 @@ class Replica:
     def next_turn(self) -> Turn | None:
         """End the last body, and see what comes next; `begin` it before its body."""
         self.settle()
-        self._conductor.between(self._conductor.base.applied)
-        return self._conductor.next_turn()
+        while True:
+            self._conductor.between(self._conductor.base.applied)
+            turn = self._conductor.next_turn()
+            if turn is None or not turn.resyncs:
+                return turn
+            self._resync(turn)
+
+    def _resync(self, turn: Turn) -> None:
+        """All have the parameters that one of them gives. A peer that heals gives none."""
+        committed = turn.committed
+        if committed is None:
+            gives = not self._conductor.healing
+            tensors = self._gradients.values() if gives else self._conductor.nothing
+            committed = self._conductor.close_turn(turn, tensors, float(gives))
+        if committed is None:
+            return  # it comes as another turn, unless the run goes on without this peer
+        if committed.weight > 0 and not committed.result.alone:
+            self._gradients.adopt_values(committed.result)
+        committed.result.close()
+        self._scalars.pass_by(committed.round, committed.sums[0].notes)
+        self._conductor.advance(committed)
 
     @_outside_inference
     def begin(self, turn: Turn) -> None:

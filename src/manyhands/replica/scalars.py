@@ -176,6 +176,16 @@ class Scalars:
 
     # -- what has come of it --------------------------------------------------------------------
 
+    def pass_by(self, round_: int, notes: bytes) -> None:
+        """A round that no loop knows of: what was said late, and words, wait for the next one.
+
+        Raises Malformed.
+        """
+        with self._lock:
+            if self._round == round_ - 1:
+                self._round, self._used, self._now = round_, [], {}
+        self.compared = _decode(round_, notes).compared
+
     def committed(self, round_: int, notes: bytes, num_tensors: int) -> list[bool]:
         """Take in the means; returns which tensors anybody used. Raises Malformed."""
         with self._lock:
@@ -186,10 +196,7 @@ class Scalars:
         self.latest = {}
         if not notes:
             return [True] * num_tensors
-        try:
-            found = _NOTES.decode(notes)
-        except msgspec.DecodeError as error:
-            raise Malformed(f"the notes of round {round_} are none: {error}") from None
+        found = _decode(round_, notes)
         self.compared = found.compared
         for name, late, total, weight in found.lines:
             mean = total / weight if weight else math.nan
@@ -200,6 +207,13 @@ class Scalars:
             self.agreed[name] = (round_, word)
         used = int.from_bytes(found.used, "little")
         return [bool(used >> i & 1) for i in range(num_tensors)]
+
+
+def _decode(round_: int, notes: bytes) -> Notes:
+    try:
+        return _NOTES.decode(notes)
+    except msgspec.DecodeError as error:
+        raise Malformed(f"the notes of round {round_} are none: {error}") from None
 
 
 def _add(totals: dict[str, Total], name: str, more: Total) -> None:

@@ -22,6 +22,7 @@ from manyhands.collectives.messages import SelfReport, Snapshot
 from manyhands.collectives.outcomes import Committed, Stopped
 from manyhands.collectives.ranges import Ranges
 from manyhands.collectives.rounds import Rounds
+from manyhands.collectives.shares import Resyncs
 from manyhands.core.address import AmqpAddress, LocalAddress
 from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerId, PeerState, View
@@ -41,7 +42,7 @@ from manyhands.replica.description import (
     differences,
     digest_of,
 )
-from manyhands.replica.deviation import Deviated, Watch
+from manyhands.replica.deviation import Deviated, Watch, classes_of
 from manyhands.replica.fingerprint import Tensors
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, Named, parameters_of
@@ -111,16 +112,14 @@ class Session:
             place.seed,
             self._locate,
             lambda peer: self.conductor.rounds.name_of(peer),
-            lambda number: agenda.round(self._openings.count(number)),
+            self._count,
         )
         things: dict[str, Stateful] = dict(registered)
         things |= {f"optimizer {i}": o for i, o in enumerate(optimizers)}
         things |= {f"scheduler {i}": s for i, s in enumerate(schedulers)}
         self.state = TrainingState(inner, things)
         self.scalars = Scalars()
-        self._watch = Watch(
-            Tensors(inner, optimizers), lambda number: agenda.round(self._openings.count(number))
-        )
+        self._watch = Watch(Tensors(inner, optimizers), self._count, options.resync_every)
         self._device = parameters[0].tensor.device
         self.events: deque[Event | Saved | NotSaved | Deviated] = deque(maxlen=_EVENTS)
         buffers = [Named(n, b) for n, b in inner.named_buffers()]
@@ -259,9 +258,8 @@ class Session:
             return  # nobody shall have this one
         if self._link is not None and self._snapshots.is_due(applied):
             flat = self.state.flat(copy=True)
-            origin = self._watch.origin(self.scalars.compared, self.conductor.base.chain)
-            part_bytes = self._link.terms.part_bytes
-            self._snapshots.serve(applied, flat, self._openings, origin, part_bytes)
+            kind, part_bytes = self._watch.kind, self._link.terms.part_bytes
+            self._snapshots.serve(applied, flat, self._openings, kind, part_bytes)
         base = self.conductor.base
         if self._keeper is None or self._agenda.evaluates(base.round):
             return  # a state is saved with what its evaluation says
@@ -346,10 +344,14 @@ class Session:
 
     def _locate(self, number: int, ranges: Ranges) -> Request | None:
         """These units of a round of the engine's; None for one that evaluates."""
-        count = self._openings.count(number)
+        count = self.conductor.base.count(number)
         if self._agenda.evaluates(count):
             return None
         return self._units.request(Turn(self._agenda.round(count), number, ranges))
+
+    def _count(self, number: int) -> int:
+        """Which of the rounds that the user knows one of the engine's is."""
+        return self._agenda.round(self.conductor.base.count(number))
 
     # -- joining --------------------------------------------------------------------------------
 
@@ -368,6 +370,7 @@ class Session:
             wire=self._options.wire,
             refuse=self._refuse,
             on_refusal=POLICIES[self._options.bad_gradients],
+            resyncs=Resyncs(classes_of, self._options.resync_every),
             num_measured=self._gradients.num_parameters,
             form=_FORM,
             state=self._snapshots,
@@ -432,7 +435,7 @@ class Session:
         taken = self._snapshots.take(head)
         self.state.load(taken.tree)
         self.replica.replaced()
-        self._watch.replaced(taken.origin)
+        self._watch.replaced(taken.kind, head.chain)
         return Base(head.applied, head.chain, head.record, taken.openings)
 
     def _learn(self, openings: Openings) -> None:
@@ -450,7 +453,8 @@ class Session:
             log.warning("no checkpoint in %s: waiting for a peer that has a state", place)
             return None
         base, description = found
-        free = {name: self.description[name] for name in ("epochs", "bad_gradients")}
+        changeable = ("epochs", "bad_gradients", "resync_every")
+        free = {name: self.description[name] for name in changeable}
         self._compare({**description, **free})
         return base.open()
 
@@ -477,6 +481,7 @@ def _agreed(
         "wire": options.wire,
         "loss": options.loss,
         "bad_gradients": options.bad_gradients,
+        "resync_every": options.resync_every,
         "state": sorted(things),
     }
 

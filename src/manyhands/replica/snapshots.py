@@ -37,7 +37,7 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     description: dict[str, Any]
     openings: tuple[int, ...]
-    origin: bytes  # see deviation: only states of one origin can have the same bits
+    kind: bytes  # of the donors: see deviation
     shape: Any
     specs: tuple[TensorSpec, ...]
 
@@ -54,11 +54,11 @@ class _Key(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A state, the openings before it, and its origin."""
+    """A state, the openings before it, and the kind of those who sent it."""
 
     tree: Any
     openings: Openings
-    origin: bytes
+    kind: bytes
 
 
 class _Coming(NamedTuple):
@@ -138,7 +138,7 @@ class Snapshots:
         return bool(self._due) and self._due[0][0].applied <= applied
 
     def serve(
-        self, applied: int, state: Flat, openings: Openings, origin: bytes, part_bytes: int
+        self, applied: int, state: Flat, openings: Openings, kind: bytes, part_bytes: int
     ) -> None:
         """Send `state` to those who wait for it: copies, since it goes at leisure."""
         assert self._rounds is not None
@@ -146,7 +146,7 @@ class Snapshots:
         while self.is_due(applied):
             due.append(self._due.popleft())
         specs = tuple(spec_of(tensor) for tensor in state.tensors)
-        contents = _ENCODE(Contents(self._description, openings.starts, origin, state.shape, specs))
+        contents = _ENCODE(Contents(self._description, openings.starts, kind, state.shape, specs))
         chunks = [memoryview(contents)]
         for tensor in state.tensors:
             data = bytes_of(tensor)
@@ -176,7 +176,7 @@ class Snapshots:
         if at != len(data):
             raise Malformed(f"{len(data)} bytes came for a state of {at}")
         tree = unflatten(contents.shape, tensors)
-        return Taken(tree, Openings(contents.openings), contents.origin)
+        return Taken(tree, Openings(contents.openings), contents.kind)
 
 
 def _open(buffers: Sequence[memoryview]) -> tuple[Piece, bytes]:
