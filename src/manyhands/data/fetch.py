@@ -27,7 +27,7 @@ from torch.utils.data import (
 from manyhands.data.order import Order
 from manyhands.data.source import Source
 
-_BLOCK = 1 << 12  # positions whose places are computed at once: 128 cost a third as much
+_BLOCK = 1 << 14  # positions whose places are computed at once: 128 cost a third as much
 _OF_DATA_SET = "in DataLoader worker process"  # what torch puts before an error of the data set
 
 
@@ -101,31 +101,32 @@ class Spots:
 
     def __init__(self, source: Source, seed: int) -> None:
         self._source, self._seed = source, seed
-        self._block: tuple[int, int] | None = None  # epoch, and which block of it
+        self._epoch, self._start = -1, 0  # of what is remembered
         self._places: list[int] = []
 
     def places(self, request: Request) -> list[int]:
         """The numbers in the data set of the samples at these positions."""
-        epoch, number = request.epoch, self._source.number
-        return [number(self._place(epoch, position)) for position in request.positions]
+        number = self._source.number
+        return [number(place) for place in self._of_order(request)]
 
     def of(self, request: Request) -> list[Spot]:
         """One for each position."""
-        return [
-            Spot(self._place(request.epoch, position), self._seed_of(request.epoch, position))
-            for position in request.positions
-        ]
+        seeds = (self._seed_of(request.epoch, position) for position in request.positions)
+        return list(map(Spot, self._of_order(request), seeds))
 
-    def _place(self, epoch: int, position: int) -> int:
-        number, within = divmod(position, _BLOCK)
-        if self._block != (epoch, number):
-            source = self._source
-            order = Order(source.size, seed=self._seed, epoch=epoch, shuffle=source.shuffle)
-            start = number * _BLOCK
-            block = order.indices(start, min(source.size, start + _BLOCK))
-            self._block = epoch, number
-            self._places = cast("list[int]", block.tolist())  # pyright: ignore[reportUnknownMemberType]
-        return self._places[within]
+    def _of_order(self, request: Request) -> Iterator[int]:
+        if request.epoch != self._epoch:
+            self._epoch, self._places = request.epoch, []
+        for position in request.positions:
+            if not 0 <= position - self._start < len(self._places):
+                self._compute(position)
+            yield self._places[position - self._start]
+
+    def _compute(self, position: int) -> None:
+        size, self._start = self._source.size, position - position % _BLOCK
+        order = Order(size, seed=self._seed, epoch=self._epoch, shuffle=self._source.shuffle)
+        block = order.indices(self._start, min(size, self._start + _BLOCK))
+        self._places = cast("list[int]", block.tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def _seed_of(self, epoch: int, position: int) -> int:
         digest = hashlib.blake2b(
