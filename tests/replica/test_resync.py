@@ -336,7 +336,7 @@ def test_who_waits_for_a_state_gets_that_after_a_resync_too():
         balance=False,
     )
     between = []
-    replica.between = between.append
+    conductor.between = between.append
     assert replica.next_turn() is None
     assert between == [7, 8]
     committed.result.close.assert_called_once()
