@@ -105,7 +105,7 @@ def test_equal_at_every_resync_and_only_there(zygote, hub_url):
             assert hand.report().count("made equal every 4 rounds (resync_every)") == 1
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 def test_equal_in_every_round(zygote, hub_url, wire):
     """What a codec leaves out of gradients it does not leave out of parameters."""
     with Classes(zygote, hub_url, resync_every=1, wire=wire) as hands:
