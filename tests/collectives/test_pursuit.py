@@ -154,3 +154,14 @@ def test_no_time_counts_twice():
     chase.wait(9.0, run=100.0)
     with pytest.raises(TooSlow, match="the run makes 100 rounds a second"):
         chase.wait(9.0, run=100.0)
+
+
+def test_a_resync_shows_no_speed():
+    """It has nothing to compute: who has replayed only that may be as slow as anybody."""
+    chase = Chase()
+    assert not chase.look()
+    chase.made = chase.replayed = 11.0
+    chase.pursuit.pass_by()
+    assert not chase.look()
+    chase.made = chase.replayed = 12.0
+    assert chase.look()

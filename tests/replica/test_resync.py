@@ -191,6 +191,16 @@ def test_all_who_had_the_state_die_before_it_is_there(zygote, url):
         hands.finish(donor)
 
 
+def test_one_that_cannot_keep_up(zygote, hub_url):
+    """A re-sync costs it no time, and is no sign that it could."""
+    with Classes(zygote, hub_url, epochs=60, lease_s=1.0, resync_every=1) as hands:
+        first, _ = hands.begin("ab")
+        until_members(first, 2)
+        slow = hands.join(pace_s=0.25)
+        assert slow.wait() == 1, slow.report()
+        assert "TooSlow" in slow.report()
+
+
 def test_of_one_class_there_are_none(zygote, hub_url):
     with Hands(zygote, hub_url, resync_every=1) as hands:
         point = {**RESYNC, "count": "any", "then": "say"}

@@ -44,7 +44,7 @@ class Pursuit:
         self._outcomes, self._lap_s, self._give_up = outcomes, lap_s, give_up
         self._clock = clock
         self._mark: _Mark | None = None  # from the first look at a state on
-        self._first = 0  # round of that state
+        self._first = 0  # round of that state; one more for each re-sync that was replayed
         self._start: _Mark | None = None  # of a lap without a state, if it has not gained since
         self._last = 0  # up to which round it had replayed at the last look
         self._replayed = 0  # in all, from whatever states
@@ -60,7 +60,8 @@ class Pursuit:
     def look(self, made: int) -> bool:
         """The user comes for more, and the run is known to have made so many rounds.
 
-        Whether it has caught up. Not before it has replayed one: it must have shown its speed.
+        Whether it has caught up. Not before it has replayed one that is no re-sync: it must have
+        shown its speed.
         """
         now_s, mark = self._clock(), self._mark
         self.heard = max(self.heard, made)
@@ -74,6 +75,10 @@ class Pursuit:
                 self._end_lap(mark, lap, gained=replayed - mark.replayed > made - mark.made)
         self._last = replayed
         return made == replayed > self._first
+
+    def pass_by(self) -> None:
+        """The user takes a re-sync, which shows nothing: it has no body to run."""
+        self._first += 1
 
     def lose(self, made: int) -> None:
         """There is no room for more rounds to follow."""
