@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from manyhands.collectives.outcomes import Committed, Outcome
+from manyhands.collectives.outcomes import Committed, Outcome, Stopped
 from manyhands.core.errors import TooSlow
 
 _ROUNDS = 4  # replayed in a lap, at least
@@ -76,9 +76,17 @@ class Pursuit:
         self._last = replayed
         return made == replayed > self._first
 
-    def pass_by(self) -> None:
-        """The user takes a re-sync, which shows nothing: it has no body to run."""
-        self._first += 1
+    def take(self) -> Outcome:
+        """What the user gets next; the last word stays.
+
+        A re-sync shows no speed: it has no body.
+        """
+        outcome = self._outcomes[0]
+        if not isinstance(outcome, Stopped):
+            self._outcomes.popleft()
+        if isinstance(outcome, Committed) and outcome.sums[0].exact:
+            self._first += 1
+        return outcome
 
     def lose(self, made: int) -> None:
         """There is no room for more rounds to follow."""

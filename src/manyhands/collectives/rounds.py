@@ -150,12 +150,7 @@ class Rounds:
                 self._feed(e.CaughtUp())
             if not self._news.wait_for(lambda: self._outcomes, timeout_s):
                 raise LinkTimeout(f"news of round {self._machine.applied}", timeout_s)
-            outcome = self._outcomes[0]
-            if not isinstance(outcome, Stopped):
-                self._outcomes.popleft()
-            if isinstance(outcome, Committed) and outcome.sums[0].exact:
-                self._pursuit.pass_by()
-            return outcome
+            return self._pursuit.take()
 
     def contribute(
         self, task: Task, tensors: Sequence[Tensor], *, weight: float, ranges: Ranges | None = None
