@@ -330,3 +330,15 @@ def test_what_one_peer_gives_in_a_resync_arrives_to_the_bit(wire, giver, dtype):
     head, adopted = owner.add((1, ME, 3), exact=True)
     assert (head.weight, head.refused, head.faults) == (1.0, EMPTY, ())
     assert torch.equal(adopted.view(torch.uint8), values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_who_takes_a_round_for_another_is_refused(wire, exact):
+    """Its bytes are right for what it says, and wrong for this round."""
+    owner = Owner(torch.float32, wire)
+    owner.give(1, values_of(torch.float32, 1), exact=not exact)
+    owner.give(ME, values_of(torch.float32, ME), exact=exact)
+    head, _ = owner.add((1, ME), exact=exact)
+    assert head.refused == ranges_of(1)
+    assert head.faults == (Fault(1),)

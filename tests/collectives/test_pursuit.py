@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from manyhands.collectives.messages import NO_TAG, Sum
 from manyhands.collectives.outcomes import Committed
 from manyhands.collectives.pursuit import Pursuit
 from manyhands.core.errors import TooSlow
@@ -154,3 +155,18 @@ def test_no_time_counts_twice():
     chase.wait(9.0, run=100.0)
     with pytest.raises(TooSlow, match="the run makes 100 rounds a second"):
         chase.wait(9.0, run=100.0)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_resync_shows_no_speed(exact):
+    """It has nothing to compute: who has replayed only that may be as slow as anybody."""
+    chase = Chase()
+    assert not chase.look()
+    heads = (Sum(10, NO_TAG, 1, (), exact=exact),)
+    chase.outcomes.append(Committed(10, Nothing(), heads, None, b"", False))
+    assert chase.pursuit.take().sums == heads
+    assert not chase.outcomes
+    chase.made = chase.replayed = 11.0
+    assert chase.look() is not exact
+    chase.made = chase.replayed = 12.0
+    assert chase.look()

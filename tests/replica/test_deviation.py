@@ -104,7 +104,8 @@ class Peer:
         torch.manual_seed(1)
         self.number = number
         self.model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(40)))
-        self.watch = Watch(Tensors(self.model, []), lambda applied: applied)
+        self.count = lambda applied: applied
+        self.watch = Watch(Tensors(self.model, []), lambda applied: self.count(applied))
         self.watch.begin(number, kind)
 
     def look(self, applied: int, members=(1, 2, 3), *, alone: bool = False) -> bytes:
@@ -117,6 +118,12 @@ class Peer:
 
     def heed(self, compared: Compared) -> tuple[list[Deviated], bool]:
         return self.watch.heed(compared, lambda number: PeerId(f"peer{number}", number))
+
+
+def count_from(here: tuple[int, int], number: int) -> int:
+    """What a peer knows of a number: that here, after `applied`, so many rounds had samples."""
+    applied, count = here
+    return count + number - applied
 
 
 def look_all(peers: list[Peer], applied: int) -> Compared:
@@ -174,6 +181,19 @@ class TestCompare:
             found = compare([peer.look(applied, (1, 2)) for peer in peers])
         ((event,), mine) = peers[1].heed(found)
         assert (mine, event.round, event.tensor) == (True, 3, "39.weight")
+
+    def test_the_round_is_the_one_that_it_was_then(self):
+        """Where a re-sync comes after it, the engine's number would be another one's now."""
+        peers = [Peer(1), Peer(2)]
+        nudge(peers[1].model[0].weight, 0)
+        for applied, count in enumerate((7, 7)):  # a re-sync, and then the round with number 7
+            for peer in peers:
+                peer.count = lambda number, here=(applied, count): count_from(here, number)
+            found = look_all(peers, applied)
+        (deviant,) = found.deviants
+        assert deviant.scope.applied == 0
+        ((event,), _) = peers[0].heed(found)
+        assert event.round == 7
 
     def test_kinds_are_not_compared_with_each_other(self):
         peers = [Peer(1), Peer(2, kind=b"cuda"), Peer(3)]

@@ -105,7 +105,7 @@ def test_equal_at_every_resync_and_only_there(zygote, hub_url):
             assert hand.report().count("made equal every 4 rounds (resync_every)") == 1
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 def test_equal_in_every_round(zygote, hub_url, wire):
     """What a codec leaves out of gradients it does not leave out of parameters."""
     with Classes(zygote, hub_url, resync_every=1, wire=wire) as hands:
@@ -189,6 +189,16 @@ def test_all_who_had_the_state_die_before_it_is_there(zygote, url):
         assert donor.wait() == -9
         late.until(lambda said: "begins" in said)
         hands.finish(donor)
+
+
+def test_one_that_cannot_keep_up(zygote, hub_url):
+    """A re-sync costs it no time, and is no sign that it could."""
+    with Classes(zygote, hub_url, epochs=60, lease_s=1.0, resync_every=1) as hands:
+        first, _ = hands.begin("ab")
+        until_members(first, 2)
+        slow = hands.join(pace_s=0.25)
+        assert slow.wait() == 1, slow.report()
+        assert "TooSlow" in slow.report()
 
 
 def test_of_one_class_there_are_none(zygote, hub_url):

@@ -94,3 +94,19 @@ def test_what_was_said_before_this_peer_was_put_out(scalars, body):
     scalars.restart()
     body(0, 1.0)
     assert mean_of(scalars) == 1.0
+
+
+def test_a_word_that_went_out_with_a_resync_goes_out_again(scalars):
+    """Who has no samples reports for it before its thread has come to the end of the round."""
+    notes = scalars.note([])
+    scalars.begin_pass(4)
+    scalars.report(4, SelfReport(0))
+    scalars.give_word("stop", 1.0)
+    scalars.report(5, SelfReport(0))
+    scalars.committed(4, notes, 0)
+    scalars.pass_by(5, notes)
+    scalars.begin_pass(6)
+    part = Part(6, NO_TAG, 0, UNITS, report=scalars.report(6, SelfReport(0)))
+    scalars.committed(5, scalars.note([part]), 0)
+    assert scalars.agreed == {"stop": (5, 1.0)}
+    assert b"stop" not in scalars.report(7, SelfReport(0)).scalars

@@ -76,16 +76,23 @@ class Adder:
         """The head with all that the values say, and the encoded result. `filed` is by member."""
         # A float, as it arrives elsewhere: heads are hashed.
         weight = float(sum(filed[s.peer].part.weight for s in head.contributions))
-        # What is refused so far has not the bytes that it should have.
-        faults = [Fault(s.peer) for s in head.contributions if s.ranges & head.refused]
-        head = msgspec.structs.replace(head, faults=tuple(faults))
+        # What is refused so far has not the bytes that it should have. Nor has what is whole for a
+        # round of the other kind.
+        strays = (s.ranges for s in head.contributions if filed[s.peer].part.exact != head.exact)
+        refused = head.refused | Ranges.union(strays)
+        faults = [Fault(s.peer) for s in head.contributions if s.ranges & refused]
+        head = msgspec.structs.replace(head, refused=refused, faults=tuple(faults))
         if weight <= 0:
             return msgspec.structs.replace(head, weight=weight), self._pool.take(0)
         shape = self._layout.parts[head.k]
         codec = self._bank.codecs_of(exact=head.exact)[head.k]
         arithmetic = arithmetic_for(Operator.SUM, shape.dtype)
         block = self._pool.take(self.wire_bytes(head.k, exact=head.exact))
-        given = [s.peer for s in head.contributions if self._counts(filed[s.peer], s.peer == me)]
+        given = [
+            s.peer
+            for s in head.contributions
+            if filed[s.peer].part.exact == head.exact and self._counts(filed[s.peer], s.peer == me)
+        ]
         apart = arithmetic.narrow or not codec.raw  # the total is not what is sent
         total = (
             self._memory(shape.numel, arithmetic.total_dtype)
@@ -104,7 +111,6 @@ class Adder:
         if head.exact:  # no mean: it is as it is, and nobody's fault
             return msgspec.structs.replace(head, weight=weight), block
         norm = self._squared_norm(head.k, block)
-        refused = head.refused
         if self._refuse and not math.isfinite(norm):
             more = self._at_fault(head.k, {peer: filed[peer] for peer in given}, block)
             refused |= more[0]

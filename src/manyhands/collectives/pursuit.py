@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from manyhands.collectives.outcomes import Committed, Outcome
+from manyhands.collectives.outcomes import Committed, Outcome, Stopped
 from manyhands.core.errors import TooSlow
 
 _ROUNDS = 4  # replayed in a lap, at least
@@ -44,7 +44,7 @@ class Pursuit:
         self._outcomes, self._lap_s, self._give_up = outcomes, lap_s, give_up
         self._clock = clock
         self._mark: _Mark | None = None  # from the first look at a state on
-        self._first = 0  # round of that state
+        self._first = 0  # round of that state; one more for each re-sync that was replayed
         self._start: _Mark | None = None  # of a lap without a state, if it has not gained since
         self._last = 0  # up to which round it had replayed at the last look
         self._replayed = 0  # in all, from whatever states
@@ -60,7 +60,8 @@ class Pursuit:
     def look(self, made: int) -> bool:
         """The user comes for more, and the run is known to have made so many rounds.
 
-        Whether it has caught up. Not before it has replayed one: it must have shown its speed.
+        Whether it has caught up. Not before it has replayed one that is no re-sync: it must have
+        shown its speed.
         """
         now_s, mark = self._clock(), self._mark
         self.heard = max(self.heard, made)
@@ -74,6 +75,18 @@ class Pursuit:
                 self._end_lap(mark, lap, gained=replayed - mark.replayed > made - mark.made)
         self._last = replayed
         return made == replayed > self._first
+
+    def take(self) -> Outcome:
+        """What the user gets next; the last word stays.
+
+        A re-sync shows no speed: it has no body.
+        """
+        outcome = self._outcomes[0]
+        if not isinstance(outcome, Stopped):
+            self._outcomes.popleft()
+        if isinstance(outcome, Committed) and outcome.sums[0].exact:
+            self._first += 1
+        return outcome
 
     def lose(self, made: int) -> None:
         """There is no room for more rounds to follow."""

@@ -150,8 +150,7 @@ class Rounds:
                 self._feed(e.CaughtUp())
             if not self._news.wait_for(lambda: self._outcomes, timeout_s):
                 raise LinkTimeout(f"news of round {self._machine.applied}", timeout_s)
-            stopped = isinstance(self._outcomes[0], Stopped)
-            return self._outcomes[0] if stopped else self._outcomes.popleft()
+            return self._pursuit.take()
 
     def contribute(
         self, task: Task, tensors: Sequence[Tensor], *, weight: float, ranges: Ranges | None = None

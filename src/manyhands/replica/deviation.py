@@ -34,6 +34,7 @@ _NAMED = 8  # deviants of a round; the others are named in a later one
 _ANCHORS = 64  # that a record names: it has to fit into a message
 _TIMES = 3  # that a peer may be named
 _FORGOTTEN = 1024  # rounds after which an earlier time does not count
+_RECENT = 8  # states that somebody may be named for: reports have those of the last few rounds
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Kind = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -174,6 +175,7 @@ class Watch:
         self._origin = b""  # where the state came from, if that makes its bits others
         self._members: set[int] = set()
         self._taken: _Taken | None = None  # the newest; a GPU may still be at it
+        self._counts: dict[int, int] = {}  # of the last states that were looked at
         self._said = b""
         self._prints: tuple[Print, ...] = ()
         self._named: set[int] = set()
@@ -224,6 +226,8 @@ class Watch:
             numbers = _numbers(self._taken.terms)
             self._prints = (*self._prints[-1:], Print(self._taken.scope, numbers))
             self._say()
+        self._counts[applied] = self._count(applied)  # later a re-sync may have come after it
+        self._counts = {a: count for a, count in self._counts.items() if a > applied - _RECENT}
         scope = Scope(applied, 1 if joined else STRIDE)
         self._taken = _Taken(scope, [terms_of(tensor) for _, tensor in self._looked_at(scope)])
 
@@ -259,7 +263,9 @@ class Watch:
                 continue
             self._named.add(deviant.peer)
             peer, like = name_of(deviant.peer), name_of(deviant.like)
-            event = Deviated(peer, self._count(deviant.scope.applied), self._name(deviant))
+            applied = deviant.scope.applied
+            count = self._counts.get(applied, self._count(applied))
+            event = Deviated(peer, count, self._name(deviant))
             found.append(event)
             said = (
                 f"before round {event.round}, {event.tensor} of {peer} has other bits than that "

@@ -85,7 +85,8 @@ class Scalars:
         self._now: dict[str, Total] = {}
         self._late: dict[str, Total] = {}
         self._words: dict[str, float] = {}  # that no record has brought back yet
-        self._reported: dict[str, float] = {}  # those of them that the round under way has
+        self._reported: dict[str, float] = {}  # those of them that the newest report has
+        self._reported_in = -1  # its round: without samples, perhaps one that is yet to come here
         self.known: dict[str, tuple[int, float]] = {}  # by name: the newest round, and its mean
         self.agreed: dict[str, tuple[int, float]] = {}  # the same of words
         self.latest: dict[str, float] = {}  # the means of the last round, or evaluation
@@ -142,6 +143,7 @@ class Scalars:
         """What this peer says with part 0. Without samples it says so before its turn comes."""
         with self._lock:
             words = self._reported = dict(self._words)
+            self._reported_in = round_
             if round_ != self._round:
                 return msgspec.structs.replace(report, scalars=_ENCODE(Said((), words)))
             lines = [Line(n, False, *t) for n, t in self._now.items()]
@@ -190,9 +192,10 @@ class Scalars:
         """Take in the means; returns which tensors anybody used. Raises Malformed."""
         with self._lock:
             self._late = {}
-            heard, self._reported = self._reported, {}
-            # What was said since, without samples after the report has gone, is for the next.
-            self._words = {n: w for n, w in self._words.items() if heard.get(n) is not w}
+            if self._reported_in == self._round:
+                # What was said since, without samples after the report has gone, is for the next.
+                heard, self._reported = self._reported, {}
+                self._words = {n: w for n, w in self._words.items() if heard.get(n) is not w}
         self.latest = {}
         if not notes:
             return [True] * num_tensors
