@@ -35,7 +35,7 @@ class Chase:
         """As many rounds wait as were made and not replayed."""
         self.outcomes.clear()
         for _ in range(int(self.made) - int(self.replayed)):
-            self.outcomes.append(Committed(0, Nothing(), (), None, b"", False))
+            self.outcomes.append(Committed(0, Nothing(), (), None, b"", False, False))
 
     def look(self) -> bool:
         self.follow()
@@ -163,7 +163,7 @@ def test_a_resync_shows_no_speed(exact):
     chase = Chase()
     assert not chase.look()
     heads = (Sum(10, NO_TAG, 1, (), exact=exact),)
-    chase.outcomes.append(Committed(10, Nothing(), heads, None, b"", False))
+    chase.outcomes.append(Committed(10, Nothing(), heads, None, b"", False, False))
     assert chase.pursuit.take().sums == heads
     assert not chase.outcomes
     chase.made = chase.replayed = 11.0

@@ -382,11 +382,11 @@ class Attempt(Follower):
         alone = key == self._concluded
         self.kept = Kept(key, {} if alone else results)
         self.applied += 1
-        self._emit(Commit(*key, sums, self.chain, record, self.member, alone))
+        over = self._governing().closing
+        self._emit(Commit(*key, sums, self.chain, record, self.member, over, alone))
         self.book.drop_parts(lambda key: key.round >= self.applied)  # Commit says so
         self.book.drop_sums(lambda key: key.round >= self.applied)
-        over, self.record = self._governing().closing, record
-        self.generation = record.generation
+        self.record, self.generation = record, record.generation
         self.known = max(self.known, record.view)
         self.asked = self.bank = self.quarantine = self.claims = EMPTY
         self.wanting, self.losses, self.doubts = None, (), Doubts()

@@ -101,9 +101,8 @@ class Commit:
     """The round is committed: its result is that of this attempt, and it must be applied.
 
     Keep the encoded result until `Stable` or the next Commit; one that was concluded `alone` nobody
-    else will ask for. All contributions to the round, the
-    bank, and results of other attempts at it are dropped with this. `sums` are its heads, in order
-    of parts.
+    else will ask for. All contributions to the round, the bank, and results of other attempts at it
+    are dropped with this. `sums` are its heads, in order of parts.
     """
 
     round: int
@@ -112,6 +111,7 @@ class Commit:
     chain: bytes  # after the round
     record: Record  # governs the next round
     member: bool  # this peer contributed; otherwise it follows
+    closing: bool  # it had no samples, and none follow
     alone: bool = False
 
 

@@ -38,6 +38,7 @@ class Task:
 class Committed:
     """A round is committed. `result` is the mean of its samples; `close` it once it is read.
 
+    A `closing` one had none, and is the last: there is nothing to apply.
     Whoever saves the state after it saves `chain` and `record` too: `Rounds.offer_state`.
     """
 
@@ -47,6 +48,7 @@ class Committed:
     record: Record
     chain: bytes
     member: bool
+    closing: bool
 
     @property
     def weight(self) -> float:

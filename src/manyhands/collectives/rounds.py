@@ -365,7 +365,7 @@ class Rounds:
         self._shelf.keep(result)
         self._bank.committed()
         self._early = None
-        facts = (commit.sums, commit.record, commit.chain, commit.member)
+        facts = (commit.sums, commit.record, commit.chain, commit.member, commit.closing)
         self._tell(Committed(commit.round, result, *facts))
 
     def _stop(self, last: Stopped) -> None:

@@ -188,8 +188,8 @@ class Conductor:
                     self._open(outcome)
                 case Task():
                     self._plan(outcome)
-                case Committed() if self._is_closing():
-                    outcome.result.close()  # without samples: nothing is to be learnt from it
+                case Committed(closing=True):
+                    outcome.result.close()
                 case Committed() if self.base.is_opening(outcome.round):
                     outcome.result.close()
                     self.advance(outcome)
@@ -350,9 +350,6 @@ class Conductor:
             case _:
                 self._pending = outcome
                 return False
-
-    def _is_closing(self) -> bool:
-        return self.base.record is not None and self.base.record.closing
 
     def _on_stopped(self, last: Stopped) -> None:
         self.tell(last)
