@@ -138,6 +138,22 @@ def first_found(peers: list[Peer], start: int) -> tuple[int, Compared]:
 
 
 class TestCompare:
+    @pytest.mark.parametrize(("size", "rounds"), [(3, 4), (512, 32), (1024, STRIDE)])
+    def test_a_small_model_is_gone_through_in_few_rounds(self, size, rounds):
+        peers = [Peer(number) for number in (1, 2, 3)]
+        for peer in peers:
+            layers = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
+            for parameter in layers.parameters():
+                nn.init.zeros_(parameter)
+            peer.watch = Watch(Tensors(layers, []), lambda applied: applied)
+            peer.watch.begin(peer.number, b"cpu")
+            for applied in range(4):  # four tensors: the last one's turn is the last of these
+                peer.look(applied)
+            if peer.number == 1:
+                nudge(layers[1].bias, 0)
+        at, _ = first_found(peers, 4)
+        assert at == 3 + rounds + 1  # it is said in the next round
+
     def test_peers_that_are_equal(self):
         peers = [Peer(number) for number in (1, 2, 3)]
         for applied in range(70):

@@ -28,7 +28,8 @@ from manyhands.replica.gradients import Named
 
 log = logging.getLogger(__name__)
 
-STRIDE = 64  # in so many rounds every tensor is looked at
+STRIDE = 64  # in so many rounds every tensor is looked at; of small models, in fewer
+_LOOK_BYTES = 64 << 10  # of a model, to look at in a round
 _MOST = 512  # numbers of a fingerprint: more tensors than that share them
 _NAMED = 8  # deviants of a round; the others are named in a later one
 _ANCHORS = 64  # that a record names: it has to fit into a message
@@ -170,6 +171,9 @@ class Watch:
         self, tensors: Tensors, count: Callable[[int], int], resync_every: int = 1
     ) -> None:
         self._tensors, self._count, self._resync_every = tensors, count, resync_every
+        # One slot a round at least, where that is not too much: a fault should not go on for long.
+        rounds = max(tensors.num_slots, tensors.num_bytes // _LOOK_BYTES)
+        self._stride = max(1, min(STRIDE, rounds))
         self._me = 0
         self._arithmetic = b""
         self._origin = b""  # where the state came from, if that makes its bits others
@@ -228,7 +232,7 @@ class Watch:
             self._say()
         self._counts[applied] = self._count(applied)  # later a re-sync may have come after it
         self._counts = {a: count for a, count in self._counts.items() if a > applied - _RECENT}
-        scope = Scope(applied, 1 if joined else STRIDE)
+        scope = Scope(applied, 1 if joined else self._stride)
         self._taken = _Taken(scope, [terms_of(tensor) for _, tensor in self._looked_at(scope)])
 
     def _looked_at(self, scope: Scope) -> Iterator[Named]:

@@ -36,10 +36,21 @@ class Tensors:
         self._buffers = [(n, *owner_of(model, n)) for n, _ in model.named_buffers()]
         self._optimizers = optimizers
 
+    @property
+    def num_slots(self) -> int:
+        """How many there are."""
+        return len(self._parameters) + len(self._buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the model."""
+        buffers = (getattr(module, last) for _, module, last in self._buffers)
+        return sum(t.nbytes for t in (*(p for _, p in self._parameters), *buffers))
+
     def every(self, stride: int, first: int) -> Iterator[Named]:
         """The tensors of every so-manieth slot."""
         num_parameters = len(self._parameters)
-        for number in range(first, num_parameters + len(self._buffers), stride):
+        for number in range(first, self.num_slots, stride):
             if number >= num_parameters:
                 name, module, last = self._buffers[number - num_parameters]
                 yield Named(name, getattr(module, last))
