@@ -6,7 +6,9 @@ import signal
 
 import pytest
 
+import manyhands as mh
 from manyhands.checkpoint.store import Store
+from manyhands.core.errors import AddressError
 from tests.replica.hands import Hands
 from tests.replica.training import alone, shadow
 
@@ -76,6 +78,14 @@ def test_who_comes_too_late_is_told(zygote, hub):
         late = hands.join()
         assert late.wait() == 0, late.report()
         assert late.said[-2]["done"] == 0
+        assert "is over: this peer came too late" in late.report()
+
+
+def test_a_meeting_point_without_a_run_is_refused_when_joining(monkeypatch):
+    monkeypatch.delenv("MANYHANDS_RUN", raising=False)
+    with pytest.raises(AddressError, match="names no run") as caught:
+        mh.join("hub://127.0.0.1:1?insecure=1")
+    assert "MANYHANDS_RUN" in str(caught.value)
 
 
 def test_killed_while_it_leaves(zygote, url):

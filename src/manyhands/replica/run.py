@@ -24,7 +24,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from manyhands.core.address import LocalAddress
-from manyhands.core.errors import NoMeetingPoint, SettingsError, UsageError
+from manyhands.core.errors import AddressError, NoMeetingPoint, SettingsError, UsageError
 from manyhands.core.peers import PeerId
 from manyhands.core.settings import find_meeting_point
 from manyhands.data.source import Source
@@ -251,6 +251,10 @@ def join(
     except NoMeetingPoint:
         address = LocalAddress(run=f"alone-{secrets.token_hex(4)}")
         return Run(Place(address=address, name=name, lease_s=lease_s, seed=seed))
+    if point.address.run is None:
+        raise AddressError(
+            f"{point.address} names no run", hint="pass run=NAME, or set MANYHANDS_RUN"
+        )
     return Run(
         Place(address=point.address, name=point.name, min_peers=few, lease_s=lease_s, seed=seed)
     )

@@ -336,6 +336,13 @@ class Session:
                 hint="resume from a checkpoint, or begin anew with another run name",
             )
         self.events.append(event)
+        if isinstance(event, Stopped) and event.reason is StopReason.OVER:
+            log.warning(
+                "run %s is over: this peer came too late, and its model is that of round %d; "
+                "another run name begins a new run",
+                self._place.address.run,
+                self.round,
+            )
         log.info("%s", event)
 
     def _save_before_the_end(self) -> None:
@@ -447,7 +454,11 @@ class Session:
         assert self._keeper is not None
         place, found = self._options.checkpoints, self._keeper.load()
         if found is None:
-            log.warning("no checkpoint in %s: waiting for a peer that has a state", place)
+            log.warning(
+                "no checkpoint in %s: waiting for a peer that has a state "
+                "(if there is none: Ctrl-C, and start without resuming)",
+                place,
+            )
             return None
         base, description = found
         free = {name: self.description[name] for name in ("epochs", "bad_gradients")}
