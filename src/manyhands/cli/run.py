@@ -53,7 +53,12 @@ def run(
         ),
     ] = None,
     run_name: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="The run. (default: a new one)")
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="NAME",
+            help="The run. (default: the one in CODE; with a hub of its own, a new one)",
+        ),
     ] = None,
     min_peers: Annotated[
         int | None,
