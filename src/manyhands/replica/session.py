@@ -6,6 +6,7 @@ It puts the pieces together: what each of them does is its own module's matter.
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import sys
 import time
@@ -310,11 +311,9 @@ class Session:
             return
         self.finish()
         if self._keeper is not None:
-            log.warning(
-                "to go on from round %d: MANYHANDS_RESUME=1 %s",
-                self.round,
-                shlex.join(["python", *sys.argv]),
-            )
+            alone = f"MANYHANDS_RESUME=1 {shlex.join(['python', *sys.argv])}"
+            again = os.environ.get("MANYHANDS_AGAIN", alone)  # as `manyhands run` says
+            log.warning("to go on from round %d: %s", self.round, again)
         raise KeyboardInterrupt
 
     def _tell(self, event: Event) -> None:
