@@ -11,11 +11,14 @@ with mh.join() as run:
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -35,6 +38,8 @@ from manyhands.replica.loader import Evaluation
 from manyhands.replica.options import Options, Place, RoundClosed
 from manyhands.replica.session import Session
 from manyhands.replica.state import Stateful
+
+log = logging.getLogger(__name__)
 
 
 class Mean:
@@ -103,6 +108,12 @@ class Run:
         """
         if self._session is not None:
             raise UsageError("this run has its model", hint="wrap once")
+        known = [field.name for field in fields(Options)]
+        if unknown := sorted(set(options) - set(known)):
+            near = get_close_matches(unknown[0], known, 1) or known
+            raise UsageError(
+                f"wrap() has no option {unknown[0]!r}", hint=f"perhaps {', '.join(near)}"
+            )
         options.setdefault("resume", os.environ.get("MANYHANDS_RESUME") == "1")
         self._session = Session(
             self._place,
@@ -224,6 +235,8 @@ class Run:
             return
         try:
             if kind is None:
+                if self._session.loader.epoch < 0 and self.round == 0:
+                    log.warning("nothing was trained: iterate over the loader that wrap() returns")
                 self._session.finish()
         finally:
             self._session.close()
