@@ -167,6 +167,9 @@ def test_each_copy_knows_the_run_and_its_name(launch, tmp_path):
     assert {e["OMP_NUM_THREADS"] for e in environments} == {str(max(1, cores // 3))}
     assert all(e["PYTHONUNBUFFERED"] == "1" for e in environments)
     assert not any("MANYHANDS_RESUME" in e for e in environments)
+    assert all(
+        e["MANYHANDS_AGAIN"].startswith("manyhands run -n 3 --resume ") for e in environments
+    )
     assert len({e["MANYHANDS_URL"] for e in environments}) == 1
     for copy in told.values():
         assert copy["argv"] == [str(tmp_path / "train.py")]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import manyhands as mh
 from manyhands.checkpoint.store import Store
+from manyhands.core.errors import AddressError, UsageError
 from tests.replica.hands import Hands
 from tests.replica.training import alone, shadow
 
@@ -76,6 +80,36 @@ def test_who_comes_too_late_is_told(zygote, hub):
         late = hands.join()
         assert late.wait() == 0, late.report()
         assert late.said[-2]["done"] == 0
+        assert "is over: this peer came too late" in late.report()
+
+
+def test_a_meeting_point_without_a_run_is_refused_when_joining(monkeypatch):
+    monkeypatch.delenv("MANYHANDS_RUN", raising=False)
+    with pytest.raises(AddressError, match="names no run") as caught:
+        mh.join("hub://127.0.0.1:1?insecure=1")
+    assert "MANYHANDS_RUN" in str(caught.value)
+
+
+def small():
+    model = torch.nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+
+
+def test_an_option_that_is_misspelt_is_named_with_the_one_that_was_meant():
+    with mh.join() as run, pytest.raises(UsageError, match="no option 'epoch'") as caught:
+        run.wrap(*small(), epoch=1)
+    assert "perhaps epochs" in str(caught.value)
+
+
+def test_a_loop_over_the_old_loader_is_told_that_it_trained_nothing(caplog):
+    model, optimizer, loader = small()
+    with mh.join() as run:
+        run.wrap(model, optimizer, loader, epochs=1)
+        for (x,) in loader:
+            model(x).mean().backward()
+            optimizer.step()
+    assert "iterate over the loader that wrap() returns" in caplog.text
 
 
 def test_killed_while_it_leaves(zygote, url):

@@ -83,6 +83,7 @@ def _announce(hub: Hub, state: Path, json_output: bool, *, guessed: bool) -> Non
         print(f"without TLS and token, for this machine only:\n\n    {address}?insecure=1\n")
     else:
         print(f"join code (a secret):\n\n    {address.code()}\n")
-    print('peers: init_process_group("manyhands", init_method=...), or manyhands.open_link(...),')
-    print("with it and with MANYHANDS_RUN, a name for what they do together")
+    print("peers: manyhands run --run NAME train.py, with it in MANYHANDS_URL (or after --hub);")
+    print('or init_process_group("manyhands", init_method=...), or manyhands.open_link(...),')
+    print("with it and with MANYHANDS_RUN. NAME is one for what they do together")
     print("to check it: manyhands doctor -    and paste it", flush=True)

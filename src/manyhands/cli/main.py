@@ -80,7 +80,10 @@ class LazyGroup(TyperGroup):
 def load(command: Command) -> object:
     """Imports the module of a command and returns what typer makes of its `app`."""
     app = cast("typer.Typer", import_module(command.module).app)
-    return typer.main.get_command(app)
+    made = typer.main.get_command(app)
+    # Typer keeps the line ends of a docstring: paragraphs would be broken twice.
+    made.help = "\n\n".join(" ".join(p.split()) for p in (made.help or "").split("\n\n"))
+    return made
 
 
 def show_version(wanted: bool) -> None:

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,12 @@ def run(
         ),
     ] = None,
     run_name: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="The run. (default: a new one)")
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="NAME",
+            help="The run. (default: the one in CODE; with a hub of its own, a new one)",
+        ),
     ] = None,
     min_peers: Annotated[
         int | None,
@@ -121,6 +126,9 @@ def run(
         )
     else:
         run_name = check_meeting_point(url, run_name)
+    options = {"-n": number, "--min-peers": min_peers, "--bind": bind, "--advertise": advertise}
+    if url is not None:  # which is a secret: it need not be said once more
+        options |= {"--hub": hub and "CODE", "--run": run_name}
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         own = None
@@ -133,6 +141,7 @@ def run(
         if min_peers is not None and min_peers > number:
             output.say(f"{number} of the {min_peers} peers that begin the run start here")
         setting = environment(url, run_name, number, min_peers or 1, resume=resume)
+        setting["MANYHANDS_AGAIN"] = again(options, arguments)
         environments = {name: {**setting, "MANYHANDS_NAME": name} for name in names}
         outcome = launch([sys.executable, *arguments], environments, output, signals)
         code = outcome.code
@@ -156,6 +165,12 @@ def peer_names(number: int, *, shared: bool) -> list[str]:
     if not is_peer_name(names[-1]):
         raise SettingsError(f"peer name {names[-1][:100]!r} cannot be used", hint=PEER_NAME_HINT)
     return names
+
+
+def again(options: Mapping[str, object], arguments: list[str]) -> str:
+    """The command that goes on from what was saved, for copies to say when they are interrupted."""
+    given = [str(part) for item in options.items() if item[1] is not None for part in item]
+    return shlex.join(["manyhands", "run", *given, "--resume", *arguments])
 
 
 def environment(url: str, run: str, number: int, min_peers: int, *, resume: bool) -> dict[str, str]:

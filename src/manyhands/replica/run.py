@@ -11,11 +11,14 @@ with mh.join() as run:
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -24,7 +27,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from manyhands.core.address import LocalAddress
-from manyhands.core.errors import NoMeetingPoint, SettingsError, UsageError
+from manyhands.core.errors import AddressError, NoMeetingPoint, SettingsError, UsageError
 from manyhands.core.peers import PeerId
 from manyhands.core.settings import find_meeting_point
 from manyhands.data.source import Source
@@ -35,6 +38,8 @@ from manyhands.replica.loader import Evaluation
 from manyhands.replica.options import Options, Place, RoundClosed
 from manyhands.replica.session import Session
 from manyhands.replica.state import Stateful
+
+log = logging.getLogger(__name__)
 
 
 class Mean:
@@ -103,6 +108,12 @@ class Run:
         """
         if self._session is not None:
             raise UsageError("this run has its model", hint="wrap once")
+        known = [field.name for field in fields(Options)]
+        if unknown := sorted(set(options) - set(known)):
+            near = get_close_matches(unknown[0], known, 1) or known
+            raise UsageError(
+                f"wrap() has no option {unknown[0]!r}", hint=f"perhaps {', '.join(near)}"
+            )
         options.setdefault("resume", os.environ.get("MANYHANDS_RESUME") == "1")
         self._session = Session(
             self._place,
@@ -224,6 +235,8 @@ class Run:
             return
         try:
             if kind is None:
+                if self._session.loader.epoch < 0 and self.round == 0:
+                    log.warning("nothing was trained: iterate over the loader that wrap() returns")
                 self._session.finish()
         finally:
             self._session.close()
@@ -251,6 +264,10 @@ def join(
     except NoMeetingPoint:
         address = LocalAddress(run=f"alone-{secrets.token_hex(4)}")
         return Run(Place(address=address, name=name, lease_s=lease_s, seed=seed))
+    if point.address.run is None:
+        raise AddressError(
+            f"{point.address} names no run", hint="pass run=NAME, or set MANYHANDS_RUN"
+        )
     return Run(
         Place(address=point.address, name=point.name, min_peers=few, lease_s=lease_s, seed=seed)
     )

@@ -6,6 +6,7 @@ It puts the pieces together: what each of them does is its own module's matter.
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import sys
 import time
@@ -308,11 +309,9 @@ class Session:
             return
         self.finish()
         if self._keeper is not None:
-            log.warning(
-                "to go on from round %d: MANYHANDS_RESUME=1 %s",
-                self.round,
-                shlex.join(["python", *sys.argv]),
-            )
+            alone = f"MANYHANDS_RESUME=1 {shlex.join(['python', *sys.argv])}"
+            again = os.environ.get("MANYHANDS_AGAIN", alone)  # as `manyhands run` says
+            log.warning("to go on from round %d: %s", self.round, again)
         raise KeyboardInterrupt
 
     def _tell(self, event: Event) -> None:
@@ -334,6 +333,13 @@ class Session:
                 hint="resume from a checkpoint, or begin anew with another run name",
             )
         self.events.append(event)
+        if isinstance(event, Stopped) and event.reason is StopReason.OVER:
+            log.warning(
+                "run %s is over: this peer came too late, and its model is that of round %d; "
+                "another run name begins a new run",
+                self._place.address.run,
+                self.round,
+            )
         log.info("%s", event)
 
     def _save_before_the_end(self) -> None:
@@ -450,7 +456,11 @@ class Session:
         assert self._keeper is not None
         place, found = self._options.checkpoints, self._keeper.load()
         if found is None:
-            log.warning("no checkpoint in %s: waiting for a peer that has a state", place)
+            log.warning(
+                "no checkpoint in %s: waiting for a peer that has a state "
+                "(if there is none: Ctrl-C, and start without resuming)",
+                place,
+            )
             return None
         base, description = found
         changeable = ("epochs", "bad_gradients", "resync_every")
