@@ -1,8 +1,8 @@
-"""Staging: memory of the CPU that a GPU writes to, used again from round to round."""
+"""Staging: memory of the CPU that a GPU writes to and reads, used again from round to round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,20 @@ class Staging:
 
     def __init__(self) -> None:
         self._room: list[Tensor] = []
+        self._leaving: list[torch.cuda.Event] = []  # what `send` has copied is read by then
+
+    @torch.no_grad()
+    def send(self, tensors: Sequence[Tensor], fill: Callable[[list[Tensor]], None]) -> None:
+        """tensors := what `fill` writes, before anything that this thread asks of a GPU next."""
+        for event in self._leaving:
+            event.synchronize()  # a GPU may be more than a round behind
+        room = self._room_for(tensors)
+        fill(room)
+        for mine, tensor in zip(room, tensors, strict=True):
+            if tensor.is_cuda:
+                tensor.copy_(mine, non_blocking=True)
+        devices = {t.device for t in tensors if t.is_cuda}
+        self._leaving = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     @torch.no_grad()
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -20,7 +34,7 @@ class Staging:
 
         Good until the next call. Whichever stream computes the tensors has come to its end.
         """
-        room = self.room_for(tensors)
+        room = self._room_for(tensors)
         for device in {t.device for t in tensors if t.is_cuda}:
             torch.cuda.synchronize(device)  # another thread's stream may have computed them
         for mine, tensor in zip(room, tensors, strict=True):
@@ -30,7 +44,7 @@ class Staging:
             torch.cuda.current_stream(device).synchronize()
         return room
 
-    def room_for(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _room_for(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors like these on the CPU, contents undefined; those that are there themselves."""
         if len(self._room) != len(tensors):
             self._room = [_pinned_like(t) if t.is_cuda else t for t in tensors]

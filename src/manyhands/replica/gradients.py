@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import LBFGS
 
 from manyhands.collectives.results import Result, has_mean
 from manyhands.collectives.staging import Staging
@@ -35,11 +36,16 @@ def parameters_of(model: Module, optimizers: Sequence[Optimizer]) -> list[Named]
     """All that is trained, in the model's order; each once, however often it is tied.
 
     Raises UsageError for parameters of an optimizer that the model does not have: nobody could say
-    which of another peer's they are.
+    which of another peer's they are; and for an optimizer that a round is not enough for.
     """
     named = [Named(n, p) for n, p in model.named_parameters() if p.requires_grad]
     known = {id(p) for p in model.parameters()}
     for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise UsageError(
+                "LBFGS calls its closure several times a step, and a round has one backward",
+                hint="take an optimizer that steps without a closure, Adam or SGD say",
+            )
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if id(p) not in known:
@@ -224,12 +230,8 @@ class Gradients:
         """Into tensors of any device: to a GPU by memory that it reads without help."""
         if result.alone or not any(tensor.is_cuda for tensor in room):
             result.read_into(room)
-            return
-        here = self._staging.room_for(room)
-        result.read_into(here)
-        for there, mine in zip(room, here, strict=True):
-            if there.is_cuda:
-                there.copy_(mine, non_blocking=True)  # before anything that this thread asks next
+        else:
+            self._staging.send(room, result.read_into)
 
     # -- values -------------------------------------------------------------------------------
 

@@ -208,7 +208,7 @@ class Run:
     @property
     def events(self) -> Sequence[Event | Saved | NotSaved | Deviated]:
         """What has happened to the run, newest last."""
-        return self._at_work.events
+        return tuple(self._at_work.events)
 
     def on_round(self, listener: Callable[[RoundClosed], None]) -> None:
         """Call it in this thread whenever a round is closed, before `backward()` returns."""

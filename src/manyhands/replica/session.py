@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from manyhands.collectives.instructions import Generation, Lost, Retry, Stable, StopReason
 from manyhands.collectives.mail import Mail
@@ -86,8 +86,6 @@ class Session:
         registered: Mapping[str, Stateful],
     ) -> None:
         """`registered`: more that belongs to the state, and is undone with a pass."""
-        for optimizer in optimizers:
-            _check_optimizer(optimizer)
         self._place, self._options = place, options
         if options.grain_size is None:
             warn_of_chance(model)
@@ -467,14 +465,6 @@ class Session:
         free = {name: self.description[name] for name in changeable}
         self._compare({**description, **free})
         return base.open()
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, LBFGS):
-        raise UsageError(
-            "LBFGS calls its closure several times a step, and a round has one backward",
-            hint="take an optimizer that steps without a closure, Adam or SGD say",
-        )
 
 
 def _agreed(
