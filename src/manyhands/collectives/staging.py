@@ -13,7 +13,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._room: list[Tensor] = []
-        self._leaving: list[torch.cuda.Event] = []  # what `send` has copied is read by then
+        self._leaving: Sequence[torch.Event] = ()  # what `send` has copied is read by then
 
     @torch.no_grad()
     def send(self, tensors: Sequence[Tensor], fill: Callable[[list[Tensor]], None]) -> None:
