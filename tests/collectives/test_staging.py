@@ -6,6 +6,13 @@ import torch
 from manyhands.collectives.staging import Staging
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _started():
+    """The driver of a GPU opens files that stay, before the leak check of a test looks."""
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+
+
 def test_what_is_on_the_cpu_is_not_copied():
     staging = Staging()
     tensor = torch.arange(3.0)
@@ -16,11 +23,6 @@ def test_what_is_on_the_cpu_is_not_copied():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 class TestGpu:
-    @pytest.fixture(scope="class", autouse=True)
-    def _started(self):
-        """Its driver opens files that stay, before the leak check of a test looks."""
-        torch.zeros(1, device="cuda")
-
     def test_there_and_back(self):
         staging = Staging()
         there, here = torch.zeros(1000, device="cuda"), torch.zeros(10)
