@@ -235,7 +235,8 @@ def test_a_benchmark_that_is_ended_leaves_nothing(
     assert one.left() == []
     assert list((tmp_path / "scratch").iterdir()) == []
     assert code == 128 + number
-    assert "Traceback" not in one.said, one.said
+    # A peer may lose the broker, which has the signal too, before it is ended itself.
+    assert "Traceback" not in one.said or "LinkBroken" in one.said, one.said
 
 
 def test_a_benchmark_that_is_killed_or_ended_while_its_broker_starts_leaves_nothing(
@@ -284,8 +285,11 @@ def test_guarded_cleans_up_whatever_signal_comes_next(
 
 def children_of(one: Ended, tmp_path: Path) -> list[psutil.Process]:
     """The guardian, and both that sleep, one of them no child any more."""
-    sleepers = [p for p in psutil.process_iter() if is_under(p, tmp_path / "scratch")]
-    assert len(sleepers) == 2
+    sleepers: list[psutil.Process] = []
+    deadline = time.monotonic() + 20
+    while len(sleepers) != 2:  # one that is just being started shows nothing
+        assert time.monotonic() < deadline, sleepers
+        sleepers = [p for p in psutil.process_iter() if is_under(p, tmp_path / "scratch")]
     return [*psutil.Process(one.process.pid).children(recursive=True), *sleepers]
 
 
