@@ -31,7 +31,6 @@ class Alone:
         self._bank, self._refuse = bank, refuse
         # A codec that rounds does so for one peer too.
         self._possible = all(codec.raw for codec in bank.codecs)
-
         self._own: Own | None = None
 
     def fits(self) -> bool:
