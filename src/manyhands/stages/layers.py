@@ -1,0 +1,180 @@
+"""Layers: a model as a list, in whichever of its forms it comes.
+
+    nn.Sequential(...)                                     its children are the layers
+    [(nn.Linear, {"in_features": 1, ...}, (32, 1)), ...]   built where the plan puts them
+    cut(module, ["encoder.3", ...])                        a module, cut at named submodules
+
+A layer takes what the one before it gave, and variables. It says which ones in the seeds' words
+(attributes `dependencies` or `in_variables`, `out_variables`, `forward_order`; it then returns
+`out, [(name, tensor), ...]`), or calls `mh.stash` and `mh.pop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.core.errors import UsageError
+from manyhands.stages.variables import Scope, VariableError
+
+Carried = Tensor | tuple[Tensor, ...]
+"""What one layer hands to the next."""
+
+
+class Spec(NamedTuple):
+    """A layer that is not built yet; dimension 0 of its shapes is advisory."""
+
+    kind: Callable[..., nn.Module]
+    kwargs: Mapping[str, Any]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def build(self, device: torch.device | str | None = None) -> nn.Module:
+        """Raises UsageError when the class does not take these arguments."""
+        try:
+            with torch.device(device or "cpu"):
+                return self.kind(**self.kwargs)
+        except (TypeError, ValueError) as error:
+            name = getattr(self.kind, "__name__", repr(self.kind))
+            raise UsageError(
+                f"{name} cannot be built with {dict(self.kwargs)!r}: {error}"
+            ) from error
+
+
+Model = nn.Sequential | Sequence[Any]
+"""nn.Sequential, or a list of modules and of (class, kwargs, shape)."""
+
+
+def specs_of(model: Model) -> list[nn.Module | Spec]:
+    """The layers of a model, built or not. Raises UsageError for what is none."""
+    children = list(model.children()) if isinstance(model, nn.Sequential) else list(model)
+    found = [_spec_of(index, child) for index, child in enumerate(children)]
+    if not found:
+        raise UsageError("this model has no layers")
+    return found
+
+
+def _spec_of(index: int, child: object) -> nn.Module | Spec:
+    if isinstance(child, nn.Module | Spec):
+        return child
+    if isinstance(child, tuple | list):
+        items = cast("Sequence[Any]", child)
+        if len(items) in (2, 3) and callable(items[0]) and isinstance(items[1], Mapping):
+            shapes = _shapes(items[2]) if len(items) == 3 else ()
+            return Spec(items[0], cast("Mapping[str, Any]", items[1]), shapes)
+    raise UsageError(
+        f"layer {index} is {child!r}",
+        hint="expected an nn.Module, or (class, kwargs, input shape)",
+    )
+
+
+def _shapes(given: Any) -> tuple[tuple[int, ...], ...]:  # noqa: ANN401
+    """One shape, or a list of them: of the input, then of each variable."""
+    items = cast("Sequence[Any]", given)
+    if all(isinstance(item, int) for item in items):
+        return (tuple(cast("Sequence[int]", items)),)
+    return tuple(tuple(cast("Sequence[int]", item)) for item in items)
+
+
+def seed_of(seed: int, *place: int) -> int:
+    """A seed for one place of a run: other places have other ones."""
+    mixed = seed & 0xFFFFFFFFFFFFFFFF
+    for number in place:  # splitmix64
+        mixed = (mixed + 0x9E3779B97F4A7C15 * (number + 1)) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 31
+    return mixed
+
+
+def build(layer: nn.Module | Spec, index: int, *, seed: int, device: torch.device) -> nn.Module:
+    """A layer on its device. What is built here gets the same values on whichever peer it is."""
+    if isinstance(layer, nn.Module):
+        return layer.to(device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(seed, index))
+        return layer.build().to(device)  # on the CPU first: its values do not depend on the device
+
+
+class Running:
+    """A layer that can be run: a module, its place in the model, and its way with variables."""
+
+    def __init__(self, module: nn.Module, index: int, name: str) -> None:
+        self.module, self.index, self.name = module, index, name
+        self.takes, self.gives, self._order = declared(module)
+        self.said = f"layer {index} ({name})"
+
+    def run(self, carried: Carried, scope: Scope) -> Carried:
+        """Raises what the module raises."""
+        scope.layer = self.said
+        values = {name: scope.pop(name) for name in self.takes}
+        if self._order is None:
+            given = [carried, *values.values()]
+        else:
+            given = [values.get(name, carried) for name in self._order]
+        result = self.module(*given)
+        if self.takes or self.gives:
+            result = self._split_off(result, scope)
+        return self._checked(result)
+
+    def _split_off(self, result: Any, scope: Scope) -> Any:  # noqa: ANN401
+        pairs: list[tuple[str, Tensor]] = []
+        if isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2:
+            out, second = cast("tuple[Any, Any]", result)
+            if isinstance(second, list):
+                result, pairs = out, cast("list[tuple[str, Tensor]]", second)
+        names = [pair[0] for pair in pairs]
+        if sorted(names) != sorted(self.gives):
+            raise VariableError(
+                f"{self.said} says out_variables={list(self.gives)} and returned {names}",
+                hint="return `out, [(name, tensor), ...]` with every name of out_variables",
+            )
+        for name, tensor in pairs:
+            scope.stash(name, tensor)
+        return result
+
+    def _checked(self, result: Any) -> Carried:  # noqa: ANN401
+        if isinstance(result, Tensor):
+            return result
+        if isinstance(result, tuple | list):
+            items = tuple(cast("Iterable[Any]", result))
+            if items and all(isinstance(item, Tensor) for item in items):
+                return items
+        raise UsageError(
+            f"{self.said} returned a {type(result).__name__}",
+            hint="a layer of a plan returns a tensor or a tuple of tensors; stash all else",
+        )
+
+
+def declared(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...] | None]:
+    """What a module says it takes and gives, and in which order its forward wants its inputs.
+
+    In `forward_order` a name that is no variable stands for what the layer before gave.
+    """
+    takes = _names(module, "dependencies") or _names(module, "in_variables")
+    gives = _names(module, "out_variables")
+    order = _names(module, "forward_order")
+    if not order:
+        return takes, gives, None
+    if not takes:
+        takes = tuple(name for name in order if name not in ("x", "input", "out"))
+    missing = [name for name in takes if name not in order]
+    others = [name for name in order if name not in takes]
+    if missing or len(others) > 1:
+        raise VariableError(
+            f"{type(module).__name__} has forward_order={list(order)} for variables {list(takes)}",
+            hint="it names every variable, and one more: the place of the layer's input",
+        )
+    return takes, gives, order if others else ("x", *order)
+
+
+def _names(module: nn.Module, attribute: str) -> tuple[str, ...]:
+    given = getattr(module, attribute, None)
+    if given is None or not isinstance(given, list | tuple):
+        return ()
+    names = tuple(cast("Sequence[Any]", given))
+    if not all(isinstance(name, str) for name in names):
+        raise VariableError(f"{type(module).__name__}.{attribute} is {given!r}, not names")
+    return cast("tuple[str, ...]", names)
