@@ -11,6 +11,7 @@ A layer takes what the one before it gave, and variables. It says which ones in 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -79,14 +80,9 @@ def _shapes(given: Any) -> tuple[tuple[int, ...], ...]:  # noqa: ANN401
 
 
 def seed_of(seed: int, *place: int) -> int:
-    """A seed for one place of a run: other places have other ones."""
-    mixed = seed & 0xFFFFFFFFFFFFFFFF
-    for number in place:  # splitmix64
-        mixed = (mixed + 0x9E3779B97F4A7C15 * (number + 1)) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        mixed ^= mixed >> 31
-    return mixed
+    """A seed for one place of a run, such as a layer, or a layer at a step and microbatch."""
+    words = ":".join(map(str, (seed, *place))).encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8, person=b"manyhands-stage").digest())
 
 
 def build(layer: nn.Module | Spec, index: int, *, seed: int, device: torch.device) -> nn.Module:

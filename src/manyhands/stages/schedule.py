@@ -2,9 +2,9 @@
 
 Every peer's order has the same form: some forwards to warm up, then one forward and one backward in
 turn, then the backwards that are left. With all forwards as warm-up that is GPipe (and, with one
-microbatch, plain model parallel); with as few as the peers behind need, 1F1B; with several stages a
-peer, interleaved 1F1B. Backwards of a stage always come in the order of the microbatches, so sums of
-gradients do not depend on the schedule.
+microbatch, plain model parallel); with as few as the peers behind need, 1F1B; with several stages
+a peer, interleaved 1F1B. Backwards of a stage always come in the order of the microbatches, so sums
+of gradients do not depend on the schedule.
 """
 
 from __future__ import annotations

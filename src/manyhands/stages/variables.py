@@ -10,8 +10,8 @@
             return torch.cat([self.up(x), mh.pop("skip")], 1)
 
 A variable is given once and may be taken by several later layers; gradients of all of them are
-summed where it came from. In a plan the runtime carries it to whoever takes it. A model that runs in
-one process needs only `with mh.variables(): model(x)`.
+summed where it came from. In a plan the runtime carries it to whoever takes it. A model that runs
+in one process needs only `with mh.variables(): model(x)`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""Batch: what a step is about, as all peers agree on it, and this peer's rows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import UsageError
+from manyhands.stages.moves import Rows, cut_batch
+from manyhands.stages.rehearsal import kind_of
+from manyhands.stages.values import Given, carried_name, target_name
+
+Tensors = Tensor | Sequence[Tensor]
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """What the first peer of the first stage says of a step, before it."""
+
+    num_rows: int
+    given: Given
+    error: str | None = None
+    hint: str | None = None
+
+
+def opening_of(
+    inputs: Tensors | None,
+    extra: Mapping[str, Tensor] | None,
+    targets: Tensors | None,
+) -> Opening:
+    """Of what this peer was given; what is wrong with it is for everybody to hear."""
+    nothing = Given((), True, ())
+    if inputs is None:
+        return Opening(0, nothing, "the first peer of the first stage was given no inputs")
+    try:
+        carried, single = _parts("the input", inputs)
+        wanted, single_target = ((), True) if targets is None else _parts("the target", targets)
+        num_rows = _count("the input", carried[0])
+        for what, tensor in [
+            *(("the input", part) for part in carried),
+            *(("the target", part) for part in wanted),
+            *((f"extra input {name!r}", part) for name, part in (extra or {}).items()),
+        ]:
+            if (count := _count(what, tensor)) != num_rows:
+                raise UsageError(f"{what} has {count} rows, the input {num_rows}")
+    except UsageError as error:
+        return Opening(0, nothing, error.message, error.hint)
+    kinds = [kind_of(part.detach()) for part in carried]
+    given = Given(
+        tuple(kinds),
+        single,
+        tuple((name, kind_of(tensor.detach())) for name, tensor in (extra or {}).items()),
+        tuple(kind_of(part.detach()) for part in wanted),
+        single_target,
+    )
+    return Opening(num_rows, given)
+
+
+def _parts(what: str, given: Any) -> tuple[tuple[Tensor, ...], bool]:  # noqa: ANN401
+    if isinstance(given, Tensor):
+        return (given,), True
+    parts = tuple(cast("Sequence[Any]", given)) if isinstance(given, tuple | list) else ()
+    if not parts or not all(isinstance(part, Tensor) for part in parts):
+        raise UsageError(
+            f"{what} is a {type(given).__name__}", hint="a tensor, or a tuple of tensors"
+        )
+    return cast("tuple[Tensor, ...]", parts), False
+
+
+def _count(what: str, tensor: Tensor) -> int:
+    if tensor.dim() == 0 or len(tensor) == 0:
+        raise UsageError(f"{what} is a tensor of shape {tuple(tensor.shape)}: it has no rows")
+    return len(tensor)
+
+
+class Batch:
+    """The tensors that this peer was given, a microbatch's rows at a time."""
+
+    def __init__(
+        self,
+        opening: Opening,
+        num_microbatches: int,
+        inputs: Tensors | None,
+        extra: Mapping[str, Tensor] | None,
+        targets: Tensors | None,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self.num_rows = opening.num_rows
+        self.microbatches = cut_batch(opening.num_rows, num_microbatches)
+        self._inputs = named_inputs(inputs, extra)
+        self._targets = named_targets(targets)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """How many each microbatch has."""
+        return tuple(len(span) for span in self.microbatches)
+
+    def inputs(self, microbatch: int, rows: Rows) -> dict[str, Tensor]:
+        """By name, for the first stage."""
+        return self._cut(self._inputs, microbatch, rows)
+
+    def targets(self, microbatch: int, rows: Rows) -> dict[str, Tensor]:
+        """By name, for whoever has them."""
+        return self._cut(self._targets, microbatch, rows)
+
+    def _cut(self, tensors: Mapping[str, Tensor], microbatch: int, rows: Rows) -> dict[str, Tensor]:
+        start = self.microbatches[microbatch].start
+        span = slice(start + rows.start, start + rows.end)
+        return {name: tensor[span].to(self._device) for name, tensor in tensors.items()}
+
+
+def named_inputs(inputs: Tensors | None, extra: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """As the first stage takes them."""
+    if inputs is None:
+        return {}
+    parts = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    named = {carried_name(-1, index): part for index, part in enumerate(parts)}
+    return {name: tensor.detach() for name, tensor in {**named, **(extra or {})}.items()}
+
+
+def named_targets(targets: Tensors | None) -> dict[str, Tensor]:
+    """As the loss takes them."""
+    if targets is None:
+        return {}
+    parts = (targets,) if isinstance(targets, Tensor) else tuple(targets)
+    return {target_name(index): part for index, part in enumerate(parts)}

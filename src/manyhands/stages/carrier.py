@@ -1,0 +1,214 @@
+"""Carrier: what moves the bytes of a plan: a torch process group, whichever backend it has.
+
+Peers are ranks of the group. What goes from one peer to another is received in the order in which
+it was sent, so nothing needs a tag: NCCL has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core.errors import UsageError
+
+_HEAD_BYTES = 512
+
+
+class Pending(Protocol):
+    """Something on its way."""
+
+    def wait(self) -> None:
+        """Returns when it is done; raises what its backend raises."""
+        ...
+
+
+class Carrier(Protocol):
+    """The seam between the runtime and a transport."""
+
+    rank: int
+    size: int
+    words_on: torch.device  # where small tensors of the runtime itself must be
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        """Leave the tensor alone until it is done."""
+        ...
+
+    def receive(self, tensor: Tensor, sender: int) -> Pending:
+        """Into a contiguous tensor."""
+        ...
+
+    def prepare(self, peers: Iterable[Sequence[int]], pairs: Iterable[tuple[int, int]]) -> None:
+        """Groups of peers that will sum, pairs that will send: all peers call it alike."""
+        ...
+
+    def sum(self, tensor: Tensor, peers: Sequence[int]) -> Pending:
+        """Over these peers, in place."""
+        ...
+
+    def spread(self, tensor: Tensor, root: int, peers: Sequence[int]) -> Pending:
+        """From `root` to these peers, of which it is one, in place."""
+        ...
+
+    def say(self, words: bytes | None, root: int) -> bytes:
+        """What `root` says to everybody; the others pass None."""
+        ...
+
+
+class GroupCarrier:
+    """Over a torch process group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group: Any = group
+        self.rank, self.size = group.rank(), group.size()
+        self._backend = cast("str", group.name()).lower()
+        self._device = device
+        # gloo moves what is in the memory of the machine, NCCL what is in that of the device.
+        self._staged = device.type != "cpu" and "gloo" in self._backend
+        self.words_on = device if "nccl" in self._backend else torch.device("cpu")
+        self._everybody = tuple(range(self.size))
+        self._groups: dict[tuple[int, ...], Any] = {self._everybody: group}
+        self._lines: dict[tuple[int, int], Any] = {}
+
+    def prepare(self, peers: Iterable[Sequence[int]], pairs: Iterable[tuple[int, int]]) -> None:
+        for wanted in sorted({_key(ranks) for ranks in peers if len(ranks) > 1}):
+            if wanted not in self._groups:
+                self._groups[wanted] = self._new_group(wanted)
+        if "nccl" in self._backend:
+            # What NCCL does between two ranks waits in one queue for both directions: a send that
+            # is not taken yet would hold up what comes back. A group for each direction does not.
+            for pair in sorted(set(pairs)):
+                if pair not in self._lines:
+                    self._lines[pair] = self._new_group(tuple(sorted(pair)))
+
+    def _new_group(self, ranks: tuple[int, ...]) -> Any:  # noqa: ANN401
+        if self._group is not dist.group.WORLD:
+            part_of = getattr(self._group, "part_of", None)
+            if part_of is None:
+                raise UsageError(
+                    f"this plan needs a group of peers {list(ranks)}, which torch makes only from "
+                    "the default group",
+                    hint="call init_process_group for these peers, and pass no group",
+                )
+            return part_of(ranks)
+        return dist.new_group(list(ranks))  # pyright: ignore[reportUnknownMemberType]
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        tensor = tensor.detach().contiguous()
+        if self._staged:
+            tensor = tensor.cpu()
+        line = self._lines.get((self.rank, to))
+        if line is not None:
+            return _Kept(line.send([tensor], _other(self.rank, to), 0), tensor)
+        return _Kept(self._group.send([tensor], to, 0), tensor)
+
+    def receive(self, tensor: Tensor, sender: int) -> Pending:
+        target = torch.empty_like(tensor, device="cpu") if self._staged else tensor
+        line = self._lines.get((sender, self.rank))
+        if line is not None:
+            return _Kept(line.recv([target], _other(self.rank, sender), 0), target)
+        work = self._group.recv([target], sender, 0)
+        return _Staged(work, target, tensor) if self._staged else _Kept(work, target)
+
+    def sum(self, tensor: Tensor, peers: Sequence[int]) -> Pending:
+        target = tensor.cpu() if self._staged else tensor
+        work = self._groups[_key(peers)].allreduce([target])
+        return _Staged(work, target, tensor) if self._staged else _Kept(work, target)
+
+    def spread(self, tensor: Tensor, root: int, peers: Sequence[int]) -> Pending:
+        target = tensor.cpu() if self._staged else tensor
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = _key(peers).index(root), 0
+        work = self._groups[_key(peers)].broadcast([target], options)
+        return _Staged(work, target, tensor) if self._staged else _Kept(work, target)
+
+    def say(self, words: bytes | None, root: int) -> bytes:
+        if self.size == 1:
+            assert words is not None
+            return words
+        # Most of what is said is short: its length and its beginning are one message.
+        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        if words is not None:
+            start = (len(words).to_bytes(8) + words)[:_HEAD_BYTES]
+            head[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        start = self._tell(head, root)
+        length = int.from_bytes(start[:8])
+        missing = length - (_HEAD_BYTES - 8)
+        if missing <= 0:
+            return start[8 : 8 + length]
+        rest = torch.zeros(missing, dtype=torch.uint8)
+        if words is not None:
+            rest = torch.frombuffer(bytearray(words[-missing:]), dtype=torch.uint8)
+        return start[8:] + self._tell(rest, root)
+
+    def _tell(self, tensor: Tensor, root: int) -> bytes:
+        tensor = tensor.to(self.words_on)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._group.broadcast([tensor], options).wait()
+        return bytes(tensor.tolist())
+
+
+class AloneCarrier:
+    """One peer: nothing to carry."""
+
+    rank, size, words_on = 0, 1, torch.device("cpu")
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        raise AssertionError("one peer has nobody to send to")
+
+    def receive(self, tensor: Tensor, sender: int) -> Pending:
+        raise AssertionError("one peer has nobody to receive from")
+
+    def prepare(self, peers: Iterable[Sequence[int]], pairs: Iterable[tuple[int, int]]) -> None:
+        pass
+
+    def sum(self, tensor: Tensor, peers: Sequence[int]) -> Pending:
+        return _Done()
+
+    def spread(self, tensor: Tensor, root: int, peers: Sequence[int]) -> Pending:
+        return _Done()
+
+    def say(self, words: bytes | None, root: int) -> bytes:
+        assert words is not None
+        return words
+
+
+def _key(peers: Sequence[int]) -> tuple[int, ...]:
+    """torch sorts the ranks of a group."""
+    return tuple(sorted(peers))
+
+
+def _other(rank: int, peer: int) -> int:
+    """A peer's place in a group of the two."""
+    return int(peer > rank)
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Kept:
+    """Keeps the tensor alive as long as its bytes are needed."""
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:  # noqa: ANN401
+        self._work, self._tensor = work, tensor
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class _Staged:
+    """From the memory of the machine to that of the device, when it has come."""
+
+    def __init__(self, work: Any, source: Tensor, target: Tensor) -> None:  # noqa: ANN401
+        self._work, self._source, self._target = work, source, target
+
+    def wait(self) -> None:
+        self._work.wait()
+        with torch.no_grad():
+            self._target.copy_(self._source)

@@ -1,0 +1,76 @@
+"""Mail: one peer's end of a step's traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyhands.stages.carrier import Carrier, Pending
+from manyhands.stages.schedule import Action
+from manyhands.stages.traffic import Message, Traffic
+
+
+class _Coming(NamedTuple):
+    tensor: Tensor
+    pending: Pending
+
+
+class Mail:
+    """Receives are asked for in the order in which they are sent, a few actions ahead of use."""
+
+    def __init__(self, carrier: Carrier, traffic: Traffic, device: torch.device) -> None:
+        self._carrier, self._traffic, self._device = carrier, traffic, device
+        self._me = carrier.rank
+        self._place = {
+            message: index
+            for (_, target), line in traffic.lines.items()
+            if target == self._me
+            for index, message in enumerate(line)
+        }
+        self._asked: dict[int, int] = {}  # by sender: how many of its messages were asked for
+        self._coming: dict[Message, _Coming] = {}
+        self._own: dict[Message, Tensor] = {}  # from this peer to itself
+        self._sent: list[Pending] = []
+
+    def expect(self, actions: Iterable[Action]) -> None:
+        """Ask for all that these actions need, so that it comes while others compute."""
+        for action in actions:
+            for message in self._traffic.needed(self._me, action):
+                if message.source != self._me:
+                    self._ask(message)
+
+    def _ask(self, message: Message) -> None:
+        line = self._traffic.lines[message.source, self._me]
+        start = self._asked.get(message.source, 0)
+        for earlier in line[start : self._place[message] + 1]:
+            kind = earlier.value.kind
+            shape = kind.shape if kind.whole else (len(earlier.rows), *kind.shape)
+            tensor = torch.empty(shape, dtype=getattr(torch, kind.dtype), device=self._device)
+            pending = self._carrier.receive(tensor, message.source)
+            self._coming[earlier] = _Coming(tensor, pending)
+        self._asked[message.source] = max(start, self._place[message] + 1)
+
+    def take(self, message: Message) -> Tensor:
+        """What was sent; waits for it. Raises what the carrier raises."""
+        if message.source == self._me:
+            return self._own.pop(message)
+        self._ask(message)
+        tensor, pending = self._coming.pop(message)
+        pending.wait()
+        return tensor
+
+    def put(self, message: Message, tensor: Tensor) -> None:
+        """Send it."""
+        if message.target == self._me:
+            self._own[message] = tensor.detach()
+        else:
+            self._sent.append(self._carrier.send(tensor, message.target))
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        for pending in self._sent:
+            pending.wait()
+        self._sent.clear()

@@ -1,0 +1,154 @@
+"""Part: what one peer holds of a model: the layers of its stages, their gradients, an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.core.plan import Plan, PlanError, Stage
+from manyhands.stages.batch import Batch
+from manyhands.stages.carrier import Carrier
+from manyhands.stages.gradients import Shared, unique
+from manyhands.stages.layers import Model, Running, Spec, build, specs_of
+from manyhands.stages.moves import rows_at
+from manyhands.stages.runner import Runner
+from manyhands.stages.saving import restore, state_of
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class Part:
+    """Only this peer's layers are built or kept; all peers of a stage begin with the first's."""
+
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        carrier: Carrier,
+        *,
+        device: torch.device,
+        optimizer: MakeOptimizer | None,
+        seed: int,
+    ) -> None:
+        self._plan, self._me = plan, carrier.rank
+        self.runners = _build(specs_of(model), plan, carrier.rank, device, seed)
+        wide = [stage for stage in plan.stages if len(stage.peers) > 1]
+        carrier.prepare([stage.peers for stage in wide], _pairs(plan))
+        self._shared = {
+            stage.index: Shared(
+                carrier, stage.peers, stage.lead, self.runners[stage.index].modules()
+            )
+            for stage in wide
+            if self._me in stage.peers
+        }
+        for shared in self._shared.values():
+            shared.equalize()
+        self._parameters = unique(p for layer in self.layers() for p in layer.module.parameters())
+        trained = [p for p in self._parameters if p.requires_grad]
+        self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+
+    def layers(self) -> Iterator[Running]:
+        """In order."""
+        for runner in self.runners.values():
+            yield from runner.layers
+
+    def train(self, mode: bool) -> None:
+        """As nn.Module.train."""
+        for layer in self.layers():
+            layer.module.train(mode)
+
+    def forget(self) -> None:
+        """Activations that are held for backwards that will not come."""
+        for runner in self.runners.values():
+            runner.forget()
+
+    def zero(self) -> None:
+        """Drop the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def sum_gradients(self, batch: Batch | None) -> None:
+        """Over the peers of each wide stage; buffers by the rows of this batch, or by the split."""
+        for index, shared in self._shared.items():
+            stage = self._plan.stages[index]
+            share = stage.split[stage.peers.index(self._me)] / sum(stage.split)
+            if batch is not None:
+                own = sum(len(rows_at(stage, self._me, count)) for count in batch.rows)
+                share = own / batch.num_rows
+            shared.sum(share)
+
+    def squares(self) -> float:
+        """The sum of squares of the gradients that this peer speaks for."""
+        own = [self.runners[s.index] for s in self._plan.stages_of(self._me) if s.lead == self._me]
+        parameters = unique(p for r in own for m in r.modules() for p in m.parameters())
+        norms = [p.grad.norm() for p in parameters if p.grad is not None]
+        return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+
+    @torch.no_grad()
+    def apply(self, factor: float) -> None:
+        """One step of the optimizer with the gradients times `factor`, then none are left."""
+        if factor != 1.0:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        if self.optimizer is not None:
+            self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        self.zero()
+
+    def state_of(self, stage: Stage) -> dict[str, Any]:
+        """Of a stage's layers, by name."""
+        layers = self.runners[stage.index].layers
+        return {layer.name: state_of(layer, self.optimizer) for layer in layers}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """What `state_of` gave, of all its layers. Raises CheckpointError."""
+        restore(self.layers(), states, self.optimizer)
+
+
+def _build(
+    specs: Sequence[nn.Module | Spec], plan: Plan, me: int, device: torch.device, seed: int
+) -> dict[int, Runner]:
+    if len(specs) != len(plan.layers):
+        raise PlanError(
+            f"the plan has {len(plan.layers)} layers, the model {len(specs)}",
+            hint="a plan names every layer of the model once",
+        )
+    _check_tied(specs, plan)
+    runners: dict[int, Runner] = {}
+    for stage in plan.stages_of(me):
+        layers = [
+            Running(
+                build(specs[index], index, seed=seed, device=device), index, plan.layers[index].name
+            )
+            for index in range(stage.first, stage.end)
+        ]
+        runners[stage.index] = Runner(stage.index, layers, recompute=plan.recompute)
+    return runners
+
+
+def _check_tied(specs: Sequence[nn.Module | Spec], plan: Plan) -> None:
+    """A parameter in layers on different peers would become several."""
+    owners: dict[int, int] = {}
+    for index, layer in enumerate(specs):
+        if not isinstance(layer, nn.Module):
+            continue
+        for name, parameter in layer.named_parameters():
+            other = owners.setdefault(id(parameter), index)
+            a, b = plan.layers[other], plan.layers[index]
+            if (a.peers, a.split) != (b.peers, b.split):
+                raise PlanError(
+                    f"layer {index} ({b.name}) shares its {name} with layer {other} ({a.name}), "
+                    "and they are on different peers",
+                    layer=index,
+                    hint="put both on the same peers, or give each a parameter of its own",
+                )
+
+
+def _pairs(plan: Plan) -> set[tuple[int, int]]:
+    """Who may have something to send to whom."""
+    stages = plan.stages
+    return {(a, b) for s in stages for t in stages for a in s.peers for b in t.peers if a != b}

@@ -1,0 +1,407 @@
+"""Pipeline: a model that runs as a plan says, on this peer and the others.
+
+    plan = mh.Plan.of_stages([(3, [0]), (2, [1])], microbatches=8)
+    with mh.Pipeline(model, plan, loss_fn=F.cross_entropy,
+                     optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)) as pipe:
+        for x, y in loader:
+            loss = pipe.step(x, y)
+
+All peers run the same program. Those of the first stage pass the inputs, those of the last one the
+targets; whoever passes neither follows.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, Self
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manyhands.core.address import redact
+from manyhands.core.errors import LinkError, UsageError
+from manyhands.core.plan import Plan, PlanError
+from manyhands.stages.archive import Archive
+from manyhands.stages.batch import Batch, Opening, Tensors, opening_of
+from manyhands.stages.carrier import AloneCarrier, Carrier, GroupCarrier
+from manyhands.stages.errors import PlanBroken
+from manyhands.stages.layers import Model, Running
+from manyhands.stages.mail import Mail
+from manyhands.stages.moves import Rows, rows_at
+from manyhands.stages.part import MakeOptimizer, Part
+from manyhands.stages.rehearsal import rehearse
+from manyhands.stages.schedule import Action, Orders, orders_of
+from manyhands.stages.step import LossFn, Step, joined, output_names
+from manyhands.stages.traffic import Traffic
+from manyhands.stages.values import Given, Table
+from manyhands.stages.vote import Verdict, vote
+
+
+class _Course(NamedTuple):
+    """Everything about a step that depends on the plan and the kind of its inputs only."""
+
+    orders: Orders
+    table: Table
+    traffic: Traffic
+
+
+class Pipeline:
+    """One peer's end of a plan. Not thread-safe; all peers call the same methods in one order.
+
+    `model`: nn.Sequential, a list of modules or of (class, kwargs, input shape), or what `mh.cut`
+    gives. Only this peer's layers are built or kept. `group` is a torch process group whose ranks
+    are the plan's peers; without one, the default group, or nobody else. With `seed`, random
+    numbers of a layer depend on (seed, step, microbatch, layer) and not on the plan.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        *,
+        loss_fn: LossFn | None = None,
+        optimizer: MakeOptimizer | None = None,
+        group: dist.ProcessGroup | Carrier | None = None,
+        device: torch.device | str = "cpu",
+        targets: Literal["last", "first"] = "last",
+        loss_is: Literal["mean", "sum"] = "mean",
+        clip_norm: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.plan, self.device = plan, torch.device(device)
+        self._loss_fn, self._targets_come_first = loss_fn, targets == "first"
+        self._loss_is_mean, self._clip_norm, self._seed = loss_is == "mean", clip_norm, seed
+        self._carrier = _carrier_for(group, self.device)
+        _check_size(plan, self._carrier.size)
+        self.me = self._carrier.rank
+        self.num_steps = 0
+        self._saved: tuple[str, int] | None = None  # the newest checkpoint
+        self._training = True
+        self._tables: dict[tuple[Given, bool, bool], Table] = {}
+        self._courses: dict[tuple[Any, ...], _Course] = {}
+        self._half: tuple[Step, Batch, _Course] | None = None  # a forward without its backward
+        with self._carrying():
+            self._part = Part(
+                model,
+                plan,
+                self._carrier,
+                device=self.device,
+                optimizer=optimizer,
+                seed=seed or 0,
+            )
+        self._archive = Archive(plan, self._part, self._carrier)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Of this peer's parameters, if it has any: for learning rates and the like."""
+        return self._part.optimizer
+
+    def layers(self) -> Iterator[Running]:
+        """This peer's, in order."""
+        return self._part.layers()
+
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module.train; all peers call it."""
+        self._training = mode
+        self._part.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """As nn.Module.eval; all peers call it."""
+        return self.train(False)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        inputs: Tensors | None = None,
+        targets: Tensors | None = None,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> float:
+        """Forward, backward, and the optimizer, on one batch; returns its loss, on every peer.
+
+        Raises StepFailed, on every peer, when layers or loss of one of them failed: then none has
+        applied the step. Raises PlanBroken when a peer is gone.
+        """
+        if self._loss_fn is None:
+            raise UsageError("step() needs a loss", hint="Pipeline(..., loss_fn=...)")
+        with self._carrying(), torch.enable_grad():
+            batch, course = self._open(inputs, targets, extra, backward=True)
+            step = self._step(batch, course, self._loss_fn)
+            self._part.zero()
+            step.run(course.orders[self.me])
+            return self._finish(step, batch, apply=True)
+
+    def evaluate(
+        self,
+        inputs: Tensors | None = None,
+        targets: Tensors | None = None,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> float:
+        """The loss of one batch, on every peer, without gradients."""
+        if self._loss_fn is None:
+            raise UsageError("evaluate() needs a loss", hint="Pipeline(..., loss_fn=...)")
+        with self._carrying(), torch.no_grad():
+            batch, course = self._open(inputs, targets, extra, backward=False)
+            step = self._step(batch, course, self._loss_fn)
+            step.run(_forwards(course.orders[self.me]))
+            return self._finish(step, batch, apply=False)
+
+    def predict(
+        self, inputs: Tensors | None = None, extra: Mapping[str, Tensor] | None = None
+    ) -> Tensor | tuple[Tensor, ...] | None:
+        """The output of one batch, without gradients: on each peer of the last stage its rows."""
+        with self._carrying(), torch.no_grad():
+            batch, course = self._open(inputs, None, extra, backward=False)
+            step = self._step(batch, course, None)
+            step.run(_forwards(course.orders[self.me]))
+            self._finish(step, batch, apply=False)
+            return self._output(step, course)
+
+    def forward(
+        self, inputs: Tensors | None = None, extra: Mapping[str, Tensor] | None = None
+    ) -> Tensor | tuple[Tensor, ...] | None:
+        """The first half of a step, for a loop that computes its loss itself: as `predict`, but a
+        `backward` must follow. All microbatches go forward before any goes back.
+        """
+        with self._carrying(), torch.enable_grad():
+            batch, course = self._open(inputs, None, extra, backward=True)
+            step = self._step(batch, course, None)
+            step.run(_forwards(course.orders[self.me]))
+            self._finish(step, batch, apply=False, keep=True)
+            self._half = step, batch, course
+            return self._output(step, course)
+
+    def backward(self, gradients: Tensor | tuple[Tensor, ...] | None = None) -> None:
+        """The second half: the gradients of what `forward` returned here, if it returned anything.
+
+        Gradients of parameters add up until `apply`.
+        """
+        if self._half is None:
+            raise UsageError("backward() without a forward()", hint="call forward(inputs) first")
+        step, batch, course = self._half
+        self._half = None
+        with self._carrying(), torch.enable_grad():
+            step.run(
+                [action for action in course.orders[self.me] if action.direction == "B"],
+                self._cutter(batch, course, gradients),
+            )
+            step.finish()
+            self._vote(step, 0.0)
+
+    def apply(self) -> None:
+        """The optimizer's step with the gradients that `backward` has made, then none are left."""
+        with self._carrying():
+            self._part.sum_gradients(None)
+            self._apply(self._vote(None, self._squares()).squares)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save(self, url: str, extra: Mapping[str, Any] | None = None, *, keep: int = 3) -> None:
+        """Write a checkpoint to a folder or URL; all peers call it. The newest `keep` stay.
+
+        `extra` is plain data, of the first peer. Raises CheckpointError, on all peers.
+        """
+        with self._carrying():
+            self._archive.save(url, self.num_steps, extra or {}, keep=keep)
+            self._saved = url, self.num_steps
+
+    def load(self, url: str) -> dict[str, Any] | None:
+        """Go on from the newest checkpoint that is whole, made by any plan; all peers call it.
+
+        Returns its `extra`, or None when there is none. Raises CheckpointError when there are only
+        broken ones.
+        """
+        with self._carrying():
+            resumed = self._archive.load(url)
+        if resumed is None:
+            return None
+        self.num_steps = resumed.num_steps
+        self._saved = url, self.num_steps
+        return resumed.extra
+
+    # -- parts of a step --------------------------------------------------------------------------
+
+    def _open(
+        self,
+        inputs: Tensors | None,
+        targets: Tensors | None,
+        extra: Mapping[str, Tensor] | None,
+        *,
+        backward: bool,
+    ) -> tuple[Batch, _Course]:
+        """Agree on what the step is about; rehearse it, if it is of a new kind."""
+        if self._half is not None:
+            raise UsageError("a forward() waits for its backward()")
+        first = self.plan.stages[0]
+        said = None
+        if self.me == first.lead:
+            routed = targets if self._targets_come_first else None
+            said = msgspec.msgpack.encode(opening_of(inputs, extra, routed))
+        opening = msgspec.msgpack.decode(self._carrier.say(said, first.lead), type=Opening)
+        if opening.error is not None:
+            raise UsageError(opening.error, hint=opening.hint)
+        batch = Batch(opening, self.plan.microbatches, inputs, extra, targets, self.device)
+        return batch, self._course(opening.given, batch, backward=backward)
+
+    def _course(self, given: Given, batch: Batch, *, backward: bool) -> _Course:
+        key = (given, self._training, backward)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = rehearse(
+                self.plan, self._part.runners, self._carrier, given, batch.rows[0], self.device
+            )
+        course = self._courses.get((*key, batch.rows))
+        if course is None:
+            orders = orders_of(self.plan)
+            traffic = Traffic(self.plan, orders, table, batch.rows, backward=backward)
+            course = self._courses[*key, batch.rows] = _Course(orders, table, traffic)
+        return course
+
+    def _step(self, batch: Batch, course: _Course, loss_fn: LossFn | None) -> Step:
+        return Step(
+            self.plan,
+            self.me,
+            self._part.runners,
+            course.table,
+            course.traffic,
+            Mail(self._carrier, course.traffic, self.device),
+            batch,
+            loss_fn=loss_fn,
+            loss_is_mean=self._loss_is_mean,
+            seeds=None if self._seed is None else (self._seed, self.num_steps),
+            device=self.device,
+        )
+
+    def _finish(self, step: Step, batch: Batch, *, apply: bool, keep: bool = False) -> float:
+        step.finish()
+        squares = 0.0
+        if apply:
+            self._part.sum_gradients(batch)
+            squares = self._squares()
+        try:
+            loss, squares = self._vote(step, squares)
+        except BaseException:
+            self._forget()
+            raise
+        if not keep:
+            self._forget()
+        if apply:
+            self._apply(squares)
+        return loss
+
+    def _vote(self, step: Step | None, squares: float) -> Verdict:
+        failure = None if step is None else step.failure
+        loss = 0.0 if step is None or failure is not None else step.loss
+        return vote(self._carrier, self.plan.peers, failure=failure, loss=loss, squares=squares)
+
+    def _apply(self, squares: float) -> None:
+        factor = 1.0
+        if self._clip_norm is not None:
+            factor = min(1.0, self._clip_norm / (squares**0.5 + 1e-6))  # as torch clips
+        self._part.apply(factor)
+        self.num_steps += 1
+
+    def _squares(self) -> float:
+        return 0.0 if self._clip_norm is None else self._part.squares()
+
+    def _output(self, step: Step, course: _Course) -> Tensor | tuple[Tensor, ...] | None:
+        if not step.outputs:
+            return None
+        last = len(self.plan.stages) - 1
+        parts = tuple(
+            joined([made[name] for made in step.outputs.values()])
+            for name in output_names(course.table, last)
+        )
+        return parts[0] if course.table.rehearsed[last].single else parts
+
+    def _cutter(
+        self, batch: Batch, course: _Course, gradients: Tensor | tuple[Tensor, ...] | None
+    ) -> Callable[[int, Rows], Mapping[str, Tensor]]:
+        """Whose rows are whose, of the gradients of all microbatches of this peer."""
+        last = self.plan.stages[-1]
+        names = output_names(course.table, last.index)
+        given = (gradients,) if isinstance(gradients, Tensor) else gradients or ()
+
+        def cut(microbatch: int, rows: Rows) -> Mapping[str, Tensor]:
+            if len(given) != len(names):
+                raise UsageError(f"{len(given)} gradients for {len(names)} outputs")
+            before = sum(len(rows_at(last, self.me, n)) for n in batch.rows[:microbatch])
+            span = slice(before, before + len(rows))
+            return {name: g[span].to(self.device) for name, g in zip(names, given, strict=True)}
+
+        return cut
+
+    # -- life -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _carrying(self) -> Generator[None]:
+        """What a carrier raises ends the plan."""
+        try:
+            yield
+        except (dist.DistError, LinkError) as error:
+            raise PlanBroken(str(error), hint=self._again()) from error
+
+    def _again(self) -> str:
+        command = again(len(self.plan.peers) - 1, os.environ, sys.argv)
+        if self._saved is None:
+            return f"nothing was saved; to start anew with the peers that are left: {command}"
+        url, num_steps = self._saved
+        return (
+            f"to go on after step {num_steps} with the peers that are left, from what is saved in "
+            f"{redact(url)}, on a plan for them: {command}"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop what is held. The process group is the caller's. Idempotent."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._part.forget()
+        self._half = None
+
+
+def _carrier_for(group: dist.ProcessGroup | Carrier | None, device: torch.device) -> Carrier:
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        return AloneCarrier()
+    return GroupCarrier(group, device) if isinstance(group, dist.ProcessGroup) else group
+
+
+def _check_size(plan: Plan, size: int) -> None:
+    if len(plan.peers) != size:
+        raise PlanError(
+            f"the plan is for {len(plan.peers)} peers, the group has {size}",
+            hint="make a plan for the peers that are here"
+            if size > 1
+            else "call torch.distributed.init_process_group first",
+        )
+
+
+def again(num_peers: int, environ: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """The command that starts this program once more, with so many peers if it says how many."""
+    said = environ.get("MANYHANDS_AGAIN")
+    if said is None:
+        return shlex.join(["python", *arguments])
+    words = shlex.split(said)
+    if "-n" in words[:-1]:
+        words[words.index("-n") + 1] = str(max(1, num_peers))
+    return shlex.join(words)
+
+
+def _forwards(order: Sequence[Action]) -> list[Action]:
+    return [action for action in order if action.direction == "F"]

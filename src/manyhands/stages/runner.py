@@ -1,0 +1,194 @@
+"""Runner: one stage's layers on this peer, forward and backward, a microbatch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.core.errors import UsageError
+from manyhands.stages.layers import Carried, Running, seed_of
+from manyhands.stages.values import Table, carried_name
+from manyhands.stages.variables import Scope, scoped
+
+LOSS = "#loss"
+"""The output of a stage that ends in a loss: its gradient is its own."""
+
+
+class Seeds(NamedTuple):
+    """What the random numbers of a layer depend on, beside its index: nothing of the plan."""
+
+    seed: int
+    step: int
+    microbatch: int
+
+
+class _Held(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor] | None  # with their graphs; None: to be computed anew
+    again: Callable[[], dict[str, Tensor]]
+
+
+class Runner:
+    """The layers of one stage. Not thread-safe."""
+
+    def __init__(self, stage: int, layers: Sequence[Running], *, recompute: bool) -> None:
+        self.stage, self.layers = stage, tuple(layers)
+        self._recompute = recompute
+        self._held: dict[int, _Held] = {}
+
+    def modules(self) -> list[nn.Module]:
+        """Those of its layers."""
+        return [layer.module for layer in self.layers]
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: dict[str, Tensor],
+        table: Table,
+        *,
+        seeds: Seeds | None = None,
+        finish: Callable[[Carried], Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """The stage's outputs by name, cut off from their graphs; with `finish`, its loss.
+
+        `inputs` are this peer's rows of all that the table says the stage uses. While gradients are
+        on, what `backward` needs is held.
+        """
+        if not torch.is_grad_enabled():
+            return self._run(inputs, table, seeds, finish)
+        for value in table.used_by(self.stage):
+            if value.kind.grad:
+                inputs[value.name].requires_grad_()
+        state = _RandomState(inputs) if self._recompute and seeds is None else None
+
+        def run() -> dict[str, Tensor]:
+            return self._run(inputs, table, seeds, finish)
+
+        def again() -> dict[str, Tensor]:
+            with preserved(self.modules()), _restored(state):
+                return run()
+
+        if self._recompute:
+            with torch.no_grad():
+                outputs = run()
+            self._held[microbatch] = _Held(inputs, None, again)
+        else:
+            outputs = run()
+            self._held[microbatch] = _Held(inputs, outputs, again)
+        return {name: tensor.detach() for name, tensor in outputs.items()}
+
+    def backward(
+        self, microbatch: int, gradients: Mapping[str, Tensor], table: Table
+    ) -> dict[str, Tensor]:
+        """The gradients of the stage's inputs by name, from those of its outputs.
+
+        Those of parameters are added to `.grad`.
+        """
+        inputs, outputs, again = self._held.pop(microbatch)
+        if outputs is None:
+            outputs = again()
+        roots = [name for name, tensor in outputs.items() if tensor.requires_grad]
+        if roots:
+            torch.autograd.backward(
+                [outputs[name] for name in roots], [gradients.get(name) for name in roots]
+            )
+        return {
+            value.name: _gradient_of(inputs[value.name])
+            for value in table.used_by(self.stage)
+            if value.kind.grad
+        }
+
+    def forget(self) -> None:
+        """Whatever is held for backwards that will not come."""
+        self._held.clear()
+
+    def _run(
+        self,
+        inputs: Mapping[str, Tensor],
+        table: Table,
+        seeds: Seeds | None,
+        finish: Callable[[Carried], Tensor] | None,
+    ) -> dict[str, Tensor]:
+        if table.rehearsed[self.stage].copied:
+            inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        scope = Scope({name: t for name, t in inputs.items() if not name.startswith("#")})
+        carried = table.carried_into(self.stage, inputs)
+        with scoped(scope):
+            for layer in self.layers:
+                if seeds is not None:
+                    torch.manual_seed(seed_of(*seeds, layer.index))
+                carried = layer.run(carried, scope)
+        if finish is not None:
+            outputs = {LOSS: finish(carried)}
+        else:
+            parts = carried if isinstance(carried, tuple) else (carried,)
+            outputs = {carried_name(self.stage, i): part for i, part in enumerate(parts)}
+        for value in table.made_by(self.stage):
+            if value.name in scope.values:
+                outputs[value.name] = scope.values[value.name]
+        self._check(outputs, table)
+        return outputs
+
+    def _check(self, outputs: Mapping[str, Tensor], table: Table) -> None:
+        """What was rehearsed is what the receivers have made room for."""
+        for value in table.made_by(self.stage):
+            tensor = outputs.get(value.name)
+            if tensor is None:
+                continue  # an input that is handed on as it came
+            shape = tuple(tensor.shape if value.kind.whole else tensor.shape[1:])
+            if shape != value.kind.shape or str(tensor.dtype) != f"torch.{value.kind.dtype}":
+                raise UsageError(
+                    f"{self.layers[-1].said} or one before it gave {tensor.dtype} of shape "
+                    f"{tuple(tensor.shape)} where {value.kind} was agreed for these inputs",
+                    hint="what crosses between stages must depend on the shape of the inputs only",
+                )
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+@contextmanager
+def preserved(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Buffers (running statistics) are afterwards what they were before."""
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for root in modules
+        for module in root.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, values in kept:
+                buffer.copy_(values)
+                setattr(module, name, buffer)
+
+
+class _RandomState:
+    """Of the generators that a stage with these inputs may draw from."""
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self.cpu = torch.get_rng_state()
+        self.device = next((t.device for t in inputs.values() if t.is_cuda), None)
+        self.cuda = None if self.device is None else torch.cuda.get_rng_state(self.device)
+
+
+@contextmanager
+def _restored(state: _RandomState | None) -> Generator[None]:
+    """Random numbers as they were then; afterwards as they are now."""
+    if state is None:
+        yield
+        return
+    with torch.random.fork_rng([] if state.device is None else [state.device]):
+        torch.set_rng_state(state.cpu)
+        if state.device is not None and state.cuda is not None:
+            torch.cuda.set_rng_state(state.cuda, state.device)
+        yield

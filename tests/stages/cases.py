@@ -1,0 +1,320 @@
+"""Random models, plans and batches; and what one process makes of them."""
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import manyhands as mh
+from manyhands.core.plan import Plan
+
+WIDTH = 6
+
+
+class Giving(nn.Module):
+    """Stashes its input or output under some names."""
+
+    def __init__(self, names, detached=()):
+        super().__init__()
+        self.names, self.detached = names, detached
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        for index, name in enumerate(self.names):
+            value = [x, y, y * 2][index % 3]
+            mh.stash(name, value.detach() if name in self.detached else value)
+        return y
+
+
+class Taking(nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for name in self.names:
+            x = x + mh.pop(name) * 0.5
+        return self.linear(x)
+
+
+class GivingWhole(nn.Module):
+    """A variable without rows, made from parameters."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.table = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x):
+        mh.stash(self.name, self.table.tanh(), whole=True)
+        return x * 0.9
+
+
+class TakingWhole(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        return x + mh.pop(self.name).sum(0)
+
+
+class SeedSpelling(nn.Module):
+    """The seeds' way: names as attributes, variables as arguments and beside the output."""
+
+    def __init__(self, takes=(), gives=()):
+        super().__init__()
+        self.dependencies, self.out_variables = list(takes), list(gives)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, *taken):
+        out = self.linear(x)
+        for variable in taken:
+            out = out + variable
+        return out, [(name, out * (1 + index)) for index, name in enumerate(self.out_variables)]
+
+
+class Forking(nn.Module):
+    """Hands two tensors to the next layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x), x
+
+
+class Joining(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1]
+
+
+class Masked(nn.Module):
+    """Takes an extra input of the model."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.dependencies = [name]
+
+    def forward(self, x, mask):
+        return x * mask
+
+
+def frozen(layer):
+    return layer.requires_grad_(False)
+
+
+class Case(NamedTuple):
+    build: Callable[[], list[nn.Module]]
+    plan: Plan
+    batches: list[Any]
+    extra: bool
+    seed: int | None
+    clip: float | None
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    exact: bool  # whether bits must be equal
+
+
+def random_layers(rng):
+    """As a list of (what, argument), with variables that fit."""
+    layers, open_names, counter = [], [], 0
+    extra = rng.random() < 0.3
+    forked = False
+    for _ in range(rng.randint(2, 9)):
+        if forked:
+            layers.append(("joining", None))
+            forked = False
+            continue
+        what = rng.choice(
+            [
+                "linear",
+                "tanh",
+                "relu",
+                "norm",
+                "frozen",
+                "giving",
+                "taking",
+                "seeds",
+                "whole",
+                "dropout",
+                "forking",
+            ]
+        )
+        if what in ("giving", "seeds"):
+            names = [f"v{counter + i}" for i in range(rng.randint(1, 2))]
+            counter += len(names)
+            detached = [n for n in names if rng.random() < 0.2]
+            takes = rng.sample(open_names, min(len(open_names), rng.randint(0, 2)))
+            layers.append((what, (names, detached, takes)))
+            open_names += names
+        elif what == "taking":
+            if open_names:
+                layers.append((what, rng.sample(open_names, rng.randint(1, len(open_names)))))
+        elif what == "whole":
+            layers += [("whole", f"w{counter}"), ("takewhole", f"w{counter}")]
+            counter += 1
+        else:
+            layers.append((what, None))
+            forked = what == "forking"
+    if forked:
+        layers.append(("joining", None))
+    taken = set()
+    for what, argument in layers:
+        if what == "taking":
+            taken |= set(argument)
+        if what == "seeds":
+            taken |= set(argument[2])
+    left = [name for name in open_names if name not in taken]
+    layers.append(("taking", left) if left else ("linear", None))
+    if extra:
+        layers.insert(rng.randint(0, len(layers) - 1), ("masked", "mask"))
+        # Not between a layer that hands on two tensors and the one that joins them.
+        for index, (what, _) in enumerate(layers):
+            if what == "forking" and layers[index + 1][0] == "masked":
+                layers[index + 1], layers[index] = layers[index], layers[index + 1]
+    return layers, extra
+
+
+def build(layers, seed):
+    torch.manual_seed(seed)
+    made = []
+    for what, argument in layers:
+        match what:
+            case "linear":
+                made.append(nn.Linear(WIDTH, WIDTH))
+            case "tanh":
+                made.append(nn.Tanh())
+            case "relu":
+                made.append(nn.ReLU(inplace=True))
+            case "norm":
+                made.append(nn.LayerNorm(WIDTH))
+            case "frozen":
+                made.append(frozen(nn.Linear(WIDTH, WIDTH)))
+            case "dropout":
+                made.append(nn.Dropout(0.3))
+            case "giving":
+                made.append(Giving(argument[0], argument[1]))
+            case "seeds":
+                made.append(SeedSpelling(argument[2], argument[0]))
+            case "taking":
+                made.append(Taking(argument))
+            case "whole":
+                made.append(GivingWhole(argument))
+            case "takewhole":
+                made.append(TakingWhole(argument))
+            case "forking":
+                made.append(Forking())
+            case "joining":
+                made.append(Joining())
+            case "masked":
+                made.append(Masked(argument))
+    return [layer.double() for layer in made]
+
+
+def random_case(seed, num_peers, *, dropout=True):
+    rng = random.Random(seed)
+    layers, extra = random_layers(rng)
+    while len(layers) < num_peers:
+        layers.append(("linear", None))
+    cuts = sorted(rng.sample(range(1, len(layers)), rng.randint(0, len(layers) - 1)))
+    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
+    wide = rng.random() < 0.5
+    stages = []
+    for size in sizes:
+        width = rng.randint(1, num_peers) if wide else 1
+        peers = rng.sample(range(num_peers), width)
+        if width > 1 and rng.random() < 0.5:
+            stages.append((size, peers, [rng.choice([1, 2, 5]) for _ in peers]))
+        else:
+            stages.append((size, peers))
+    used = {peer for stage in stages for peer in stage[1]}
+    idle = [peer for peer in range(num_peers) if peer not in used]
+    if idle:  # the widest plan there is
+        last = stages[-1]
+        stages[-1] = (last[0], [*last[1], *idle])
+        wide = wide or len(stages[-1][1]) > 1
+    plan = Plan.of_stages(
+        stages,
+        microbatches=rng.choice([1, 2, 3, 4, 8]),
+        schedule=rng.choice(["afab", "1f1b", "interleaved"]),
+        recompute=rng.random() < 0.3,
+    )
+    # Drawn for the rows that a peer has: with several peers a stage they are others.
+    dropout = dropout and not wide and any(what == "dropout" for what, _ in layers)
+    if not dropout:
+        layers = [("tanh", None) if what == "dropout" else (what, a) for what, a in layers]
+    torch.manual_seed(seed)
+    batches = []
+    for _ in range(3):
+        rows = rng.choice([1, 3, 7, 8, 12])
+        x = torch.randn(rows, WIDTH, dtype=torch.float64)
+        y = torch.randn(rows, WIDTH, dtype=torch.float64)
+        masks = {"mask": (torch.rand(rows, 1) > 0.3).double()} if extra else None
+        batches.append((x, y, masks))
+    chosen = rng.choice(
+        [
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            lambda p: torch.optim.Adam(p, lr=0.01),
+        ]
+    )
+    clip = rng.choice([None, None, 0.5])
+    several = sum(len(a) > 0 for w, a in layers if w == "taking") > 0
+    exact = all(len(stage[1]) == 1 for stage in stages) and clip is None and not several
+    return Case(
+        lambda: build(layers, seed),
+        plan,
+        batches,
+        extra,
+        seed if dropout else None,
+        clip,
+        chosen,
+        exact,
+    )
+
+
+def alone(case, from_cut=None):
+    """One process: the same microbatches, layer after layer, in plain PyTorch."""
+    from manyhands.stages.layers import Running, seed_of
+    from manyhands.stages.moves import cut_batch
+    from manyhands.stages.variables import Scope, scoped
+
+    modules = case.build()
+    layers = [Running(module, index, str(index)) for index, module in enumerate(modules)]
+    unique = list({id(p): p for m in modules for p in m.parameters() if p.requires_grad}.values())
+    optimizer = case.optimizer(unique) if unique else None
+    losses = []
+    for number, (x, y, extra) in enumerate(case.batches):
+        total = 0.0
+        for m, span in enumerate(cut_batch(len(x), case.plan.microbatches)):
+            if not len(span):
+                continue
+            part = slice(span.start, span.end)
+            scope = Scope({name: t[part] for name, t in (extra or {}).items()})
+            with scoped(scope):
+                now = x[part].clone()
+                for layer in layers:
+                    if case.seed is not None:
+                        torch.manual_seed(seed_of(case.seed, number, m, layer.index))
+                    now = layer.run(now, scope)
+            loss = F.mse_loss(now, y[part]) * (len(span) / len(x))
+            if loss.requires_grad:
+                loss.backward()
+            total += float(loss.detach())
+        if case.clip is not None:
+            grads = [p.grad for p in unique if p.grad is not None]
+            if grads:
+                norm = torch.stack([g.norm() for g in grads]).norm()
+                for grad in grads:
+                    grad.mul_(min(1.0, case.clip / (float(norm) + 1e-6)))
+        if optimizer is not None:
+            optimizer.step()
+        for p in unique:
+            p.grad = None
+        losses.append(total)
+    return losses, modules
