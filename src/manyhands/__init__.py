@@ -20,11 +20,15 @@ if TYPE_CHECKING:
         Refused,
     )
     from manyhands.core.peers import PeerId, PeerState, View
+    from manyhands.core.plan import Plan, PlanError
     from manyhands.links.base import Delivery, Gap, Link, LinkSettings, open_link
     from manyhands.links.hub import Hub
     from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
     from manyhands.replica.options import RoundClosed
     from manyhands.replica.run import Run, join
+    from manyhands.stages.errors import PlanBroken, StepFailed
+    from manyhands.stages.pipeline import Pipeline
+    from manyhands.stages.variables import VariableError, pop, stash, variables
     from manyhands.trainer.trainer import Trainer
 
 __all__ = [
@@ -43,18 +47,27 @@ __all__ = [
     "PeerGone",
     "PeerId",
     "PeerState",
+    "Pipeline",
+    "Plan",
+    "PlanBroken",
+    "PlanError",
     "Ready",
     "Refused",
     "Resign",
     "RoundClosed",
     "Run",
+    "StepFailed",
     "Terms",
     "Trainer",
+    "VariableError",
     "View",
     "__version__",
     "compressed",
     "join",
     "open_link",
+    "pop",
+    "stash",
+    "variables",
 ]
 
 # Loaded at first use, so that `import manyhands` is fast and loads no torch.
@@ -75,16 +88,25 @@ _LAZY = {
     "ManyhandsError": "manyhands.core.errors",
     "PeerId": "manyhands.core.peers",
     "PeerState": "manyhands.core.peers",
+    "Pipeline": "manyhands.stages.pipeline",
+    "Plan": "manyhands.core.plan",
+    "PlanBroken": "manyhands.stages.errors",
+    "PlanError": "manyhands.core.plan",
     "Ready": "manyhands.links.messages",
     "Resign": "manyhands.links.messages",
     "RoundClosed": "manyhands.replica.session",
     "Run": "manyhands.replica.run",
+    "StepFailed": "manyhands.stages.errors",
     "Terms": "manyhands.links.messages",
     "Trainer": "manyhands.trainer.trainer",
+    "VariableError": "manyhands.stages.variables",
     "View": "manyhands.core.peers",
     "compressed": "manyhands.collectives.backend.hooks",
     "join": "manyhands.replica.run",
     "open_link": "manyhands.links.base",
+    "pop": "manyhands.stages.variables",
+    "stash": "manyhands.stages.variables",
+    "variables": "manyhands.stages.variables",
 }
 
 
