@@ -191,7 +191,8 @@ def build(layers, seed):
             case "tanh":
                 made.append(nn.Tanh())
             case "relu":
-                made.append(nn.ReLU(inplace=True))
+                # Into what another layer keeps for its backward, one must not write.
+                made.append(nn.ReLU(inplace=bool(made) and type(made[-1]) is nn.Linear))
             case "norm":
                 made.append(nn.LayerNorm(WIDTH))
             case "frozen":

@@ -93,11 +93,14 @@ class Runner:
         inputs, outputs, again = self._held.pop(microbatch)
         if outputs is None:
             outputs = again()
-        roots = [name for name, tensor in outputs.items() if tensor.requires_grad]
+        # Of a variable without rows, only one of the stage's peers may have been asked.
+        roots = {
+            name: gradients.get(name)
+            for name, tensor in outputs.items()
+            if tensor.requires_grad and (name == LOSS or name in gradients)
+        }
         if roots:
-            torch.autograd.backward(
-                [outputs[name] for name in roots], [gradients.get(name) for name in roots]
-            )
+            torch.autograd.backward([outputs[name] for name in roots], list(roots.values()))
         return {
             value.name: _gradient_of(inputs[value.name])
             for value in table.used_by(self.stage)
@@ -131,7 +134,7 @@ class Runner:
             outputs = {carried_name(self.stage, i): part for i, part in enumerate(parts)}
         for value in table.made_by(self.stage):
             if value.name in scope.values:
-                outputs[value.name] = scope.values[value.name]
+                outputs[value.name] = scope.look(value.name)
         self._check(outputs, table)
         return outputs
 

@@ -38,6 +38,7 @@ class Scope:
         self.stashed: dict[str, str] = dict.fromkeys(self.values, "the inputs")  # name: by whom
         self.popped: dict[str, list[str]] = {}  # name: by whom
         self.whole: set[str] = set()
+        self._versions: dict[str, int] = {}
 
     def stash(self, name: str, tensor: Tensor, *, whole: bool = False) -> None:
         """Raises VariableError when somebody else has given it already."""
@@ -53,6 +54,7 @@ class Scope:
             )
         self.stashed[name] = self._who()
         self.values[name] = tensor
+        self._versions[name] = tensor._version  # pyright: ignore[reportPrivateUsage]
         if whole:
             self.whole.add(name)
 
@@ -65,7 +67,20 @@ class Scope:
                 hint=f"there are: {known}; a variable must be stashed by an earlier layer",
             )
         self.popped.setdefault(name, []).append(self._who())
-        return self.values[name]
+        return self.look(name)
+
+    def look(self, name: str) -> Tensor:
+        """Raises VariableError when it was written to since it was stashed.
+
+        Where the layer that writes is on another peer, it would write to a copy.
+        """
+        value = self.values[name]
+        if name in self._versions and value._version != self._versions[name]:  # pyright: ignore[reportPrivateUsage]
+            raise VariableError(
+                f"{self.stashed[name]} stashes {name!r}, and a later layer writes into that tensor",
+                hint="use inplace=False there, or stash a clone",
+            )
+        return value
 
     def _who(self) -> str:
         return self.layer or "a layer"

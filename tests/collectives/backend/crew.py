@@ -132,7 +132,10 @@ class Crew:
         return self
 
     def begin(self, module: str, function: str, *args, ranks=None, **kwargs) -> None:
-        """Have these ranks (all) call `programs.MODULE.FUNCTION`, without waiting for it."""
+        """Have these ranks (all) call `programs.MODULE.FUNCTION`, without waiting for it.
+
+        A module with a dot in its name is one of another folder's.
+        """
         for rank in self._alive() if ranks is None else ranks:
             self._lines[rank].send_bytes(pickle.dumps((module, function, args, kwargs)))
 
