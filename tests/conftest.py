@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
 import sys
 from contextlib import ExitStack
 from multiprocessing import resource_tracker
@@ -15,6 +17,7 @@ pytest.register_assert_rewrite("manyhands.testing.contract")
 
 from manyhands.testing.broker import Broker  # noqa: E402
 from manyhands.testing.leaks import no_leaks  # noqa: E402
+from tests.collectives.backend.crew import Zygote  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,6 +60,31 @@ def broker(
         shared_brokers.append(node)
         yield node
         shared_brokers.remove(node)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Starts before the leak check of the first test that uses it looks at processes."""
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def hub_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The `manyhands hub` command, plain, on a port of its own."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "manyhands", "hub", "--bind", "127.0.0.1:0", "--insecure"),
+            *("--json", "--state", str(tmp_path_factory.mktemp("hub"))),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    yield json.loads(process.stdout.readline())["port"]
+    process.terminate()
+    process.wait(30)
+    process.stdout.close()
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """Crews of processes that carry out a plan together, over gloo, a hub or RabbitMQ."""
 
+import itertools
 from contextlib import contextmanager
 
 import pytest
 import torch
-from tests.collectives.backend.conftest import _runs, hub_port, zygote  # noqa: F401  (fixtures)
 from tests.collectives.backend.crew import Crew
 
 KINDS = ("gloo", "hub", "amqp")
@@ -24,31 +24,27 @@ def _torch(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", params=KINDS)
-def carried_by(request):
-    """What carries the bytes."""
-    return request.param
+def new_url(request, tmp_path_factory):
+    """Makes addresses of groups that nobody has used, for one kind of carrier."""
+    numbers = itertools.count()
+    if request.param == "gloo":
+        folder = tmp_path_factory.mktemp("gloo")
+        return lambda: f"file://{folder}/{next(numbers)}"
+    if request.param == "hub":
+        port = request.getfixturevalue("hub_port")
+        return lambda: f"hub://127.0.0.1:{port}/stages-{next(numbers)}?insecure=1"
+    broker = request.getfixturevalue("broker")
+    return lambda: f"{broker.url()}?run=stages-{next(numbers)}"
 
 
 @pytest.fixture
-def crew_of(carried_by, request, tmp_path):
+def crew_of(zygote, new_url):
     """A context manager: so many processes in one process group."""
-    maker = request.getfixturevalue("zygote")
-    number = next(_runs)
 
     @contextmanager
-    def make(world, **options):
-        with Crew(maker, world) as made:
-            if carried_by == "gloo":
-                where = f"file://{tmp_path}/meet-{next(_runs)}"
-                made.call("tests.stages.programs", "enter_gloo", where, world)
-                yield made
-                return
-            if carried_by == "hub":
-                port = request.getfixturevalue("hub_port")
-                url = f"hub://127.0.0.1:{port}/stages-{number}-{next(_runs)}?insecure=1"
-            else:
-                broker = request.getfixturevalue("broker")
-                url = f"{broker.url()}?run=stages-{number}-{next(_runs)}"
-            yield made.join(url, **options)
+    def make(world):
+        with Crew(zygote, world) as made:
+            made.call("tests.stages.programs", "enter", new_url(), world)
+            yield made
 
     return make

@@ -5,16 +5,19 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from tests.collectives.backend.programs import life
 from tests.stages.cases import alone, random_case
 from torch.nn import functional as F
 
 from manyhands.stages.pipeline import Pipeline
 
 
-def enter_gloo(where, world):
-    dist.init_process_group(
-        "gloo", init_method=where, rank=int(os.environ["CREW_RANK"]), world_size=world
-    )
+def enter(url, world):
+    rank = int(os.environ["CREW_RANK"])
+    if url.startswith("file:"):
+        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world)
+    else:
+        life.join(url=url, world=world)
 
 
 def train(case, group=None, modules=None):

@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
 
-from tests.collectives.backend.crew import Crew, Zygote
+from tests.collectives.backend.crew import Crew
 
 _runs = itertools.count()
 KINDS = ("hub", "amqp")
-
-
-@pytest.fixture(scope="session")
-def zygote():
-    """Starts before the leak check of the first test that uses it looks at processes."""
-    made = Zygote()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
-def hub_port(tmp_path_factory):
-    """The `manyhands hub` command, plain, on a port of its own."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "manyhands", "hub", "--bind", "127.0.0.1:0", "--insecure"),
-            *("--json", "--state", str(tmp_path_factory.mktemp("hub"))),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    yield json.loads(process.stdout.readline())["port"]
-    process.terminate()
-    process.wait(30)
-    process.stdout.close()
 
 
 @pytest.fixture(scope="session", params=KINDS)
