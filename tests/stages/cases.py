@@ -281,7 +281,8 @@ def random_case(seed, num_peers, *, dropout=True):
 
 def alone(case, from_cut=None):
     """One process: the same microbatches, layer after layer, in plain PyTorch."""
-    from manyhands.stages.layers import Running, seed_of
+    from manyhands.stages.chance import seed_of
+    from manyhands.stages.layers import Running
     from manyhands.stages.moves import cut_batch
     from manyhands.stages.variables import Scope, scoped
 

@@ -10,7 +10,8 @@ and drawn as text, and it is valid or cannot be made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Self, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 
@@ -47,7 +48,8 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.shares or (1.0,) * len(self.peers)
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stage:
     """Consecutive layers on the same peers with the same split: layers[first:end] of the plan."""
 
     index: int
@@ -115,7 +117,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         found: list[Stage] = []
         for index, layer in enumerate(self.layers):
             if found and (found[-1].peers, found[-1].split) == (layer.peers, layer.split):
-                found[-1] = found[-1]._replace(end=index + 1)
+                found[-1] = replace(found[-1], end=index + 1)
             else:
                 found.append(Stage(len(found), index, index + 1, layer.peers, layer.split))
         return tuple(found)

@@ -62,10 +62,12 @@ def opening_of(
 def _parts(what: str, given: Any) -> tuple[tuple[Tensor, ...], bool]:  # noqa: ANN401
     if isinstance(given, Tensor):
         return (given,), True
-    parts = tuple(cast("Sequence[Any]", given)) if isinstance(given, tuple | list) else ()
+    items = cast("Sequence[Any]", given) if isinstance(given, tuple | list) else ()
+    parts = tuple(items)
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise UsageError(
-            f"{what} is a {type(given).__name__}", hint="a tensor, or a tuple of tensors"
+            f"{what} is a {type(cast('object', given)).__name__}",
+            hint="a tensor, or a tuple of tensors",
         )
     return cast("tuple[Tensor, ...]", parts), False
 

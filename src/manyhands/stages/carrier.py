@@ -64,7 +64,7 @@ class GroupCarrier:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group: Any = group
         self.rank, self.size = group.rank(), group.size()
-        self._backend = cast("str", group.name()).lower()
+        self._backend = group.name().lower()
         self._device = device
         # gloo moves what is in the memory of the machine, NCCL what is in that of the device.
         self._staged = device.type != "cpu" and "gloo" in self._backend
@@ -149,7 +149,7 @@ class GroupCarrier:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         self._group.broadcast([tensor], options).wait()
-        return bytes(tensor.tolist())
+        return bytes(cast("list[int]", tensor.tolist()))  # pyright: ignore[reportUnknownMemberType]
 
 
 class AloneCarrier:

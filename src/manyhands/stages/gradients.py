@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,8 @@ class Sum:
         self.flat = torch.zeros(
             sum(sizes) + len(parameters), dtype=first.dtype, device=first.device
         )
-        *self._pieces, self._there = self.flat.split([*sizes, len(parameters)])
+        pieces = torch.split(self.flat, [*sizes, len(parameters)])
+        self._pieces, self._there = pieces[:-1], pieces[-1]
         for index, (parameter, piece) in enumerate(zip(parameters, self._pieces, strict=True)):
             if parameter.grad is not None:
                 piece.copy_(parameter.grad.reshape(-1))
@@ -72,7 +73,7 @@ class Sum:
 
     def give_back(self) -> None:
         """Put the sums where the gradients were."""
-        there = self._there.tolist()
+        there = cast("list[float]", self._there.tolist())  # pyright: ignore[reportUnknownMemberType]
         for parameter, piece, count in zip(self._parameters, self._pieces, there, strict=True):
             if not count:
                 continue

@@ -11,7 +11,6 @@ A layer takes what the one before it gave, and variables. It says which ones in 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import UsageError
+from manyhands.stages.chance import forked, seed_of, set_seed
 from manyhands.stages.variables import Scope, VariableError
 
 Carried = Tensor | tuple[Tensor, ...]
@@ -64,7 +64,8 @@ def _spec_of(index: int, child: object) -> nn.Module | Spec:
         items = cast("Sequence[Any]", child)
         if len(items) in (2, 3) and callable(items[0]) and isinstance(items[1], Mapping):
             shapes = _shapes(items[2]) if len(items) == 3 else ()
-            return Spec(items[0], cast("Mapping[str, Any]", items[1]), shapes)
+            kind = cast("Callable[..., nn.Module]", items[0])
+            return Spec(kind, cast("Mapping[str, Any]", items[1]), shapes)
     raise UsageError(
         f"layer {index} is {child!r}",
         hint="expected an nn.Module, or (class, kwargs, input shape)",
@@ -79,18 +80,12 @@ def _shapes(given: Any) -> tuple[tuple[int, ...], ...]:  # noqa: ANN401
     return tuple(tuple(cast("Sequence[int]", item)) for item in items)
 
 
-def seed_of(seed: int, *place: int) -> int:
-    """A seed for one place of a run, such as a layer, or a layer at a step and microbatch."""
-    words = ":".join(map(str, (seed, *place))).encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8, person=b"manyhands-stage").digest())
-
-
 def build(layer: nn.Module | Spec, index: int, *, seed: int, device: torch.device) -> nn.Module:
     """A layer on its device. What is built here gets the same values on whichever peer it is."""
     if isinstance(layer, nn.Module):
         return layer.to(device)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(seed, index))
+    with forked():
+        set_seed(seed_of(seed, index))
         return layer.build().to(device)  # on the CPU first: its values do not depend on the device
 
 
@@ -115,10 +110,10 @@ class Running:
             result = self._split_off(result, scope)
         return self._checked(result)
 
-    def _split_off(self, result: Any, scope: Scope) -> Any:  # noqa: ANN401
+    def _split_off(self, result: object, scope: Scope) -> object:
         pairs: list[tuple[str, Tensor]] = []
         if isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2:
-            out, second = cast("tuple[Any, Any]", result)
+            out, second = cast("tuple[object, object]", result)
             if isinstance(second, list):
                 result, pairs = out, cast("list[tuple[str, Tensor]]", second)
         names = [pair[0] for pair in pairs]
@@ -129,9 +124,9 @@ class Running:
             )
         for name, tensor in pairs:
             scope.stash(name, tensor)
-        return result
+        return cast("object", result)
 
-    def _checked(self, result: Any) -> Carried:  # noqa: ANN401
+    def _checked(self, result: object) -> Carried:
         if isinstance(result, Tensor):
             return result
         if isinstance(result, tuple | list):
@@ -139,7 +134,7 @@ class Running:
             if items and all(isinstance(item, Tensor) for item in items):
                 return items
         raise UsageError(
-            f"{self.said} returned a {type(result).__name__}",
+            f"{self.said} returned a {type(cast('object', result)).__name__}",
             hint="a layer of a plan returns a tensor or a tuple of tensors; stash all else",
         )
 

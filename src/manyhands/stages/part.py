@@ -85,8 +85,9 @@ class Part:
         """The sum of squares of the gradients that this peer speaks for."""
         own = [self.runners[s.index] for s in self._plan.stages_of(self._me) if s.lead == self._me]
         parameters = unique(p for r in own for m in r.modules() for p in m.parameters())
-        norms = [p.grad.norm() for p in parameters if p.grad is not None]
-        return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        squares = [gradient.square().sum(dtype=torch.float64) for gradient in gradients]
+        return float(torch.stack(squares).sum()) if squares else 0.0
 
     @torch.no_grad()
     def apply(self, factor: float) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from manyhands.core.errors import UsageError
 from manyhands.core.plan import Plan, PlanError
 from manyhands.stages.carrier import Carrier
+from manyhands.stages.chance import forked
 from manyhands.stages.layers import Carried
 from manyhands.stages.moves import rows_at
 from manyhands.stages.runner import Runner, preserved
@@ -71,8 +72,7 @@ class _Trial:
         givers: Mapping[str, str],
     ) -> Rehearsed:
         """What came out, or what is wrong: a result either way, for everybody to hear."""
-        cuda = [self._device] if self._device.type == "cuda" else []
-        with preserved(self._runner.modules()), torch.random.fork_rng(cuda):
+        with preserved(self._runner.modules()), forked(self._device):
             try:
                 return self._attempt(carried, single, known, givers, copied=False)
             except RuntimeError as error:

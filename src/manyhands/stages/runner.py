@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import UsageError
-from manyhands.stages.layers import Carried, Running, seed_of
+from manyhands.stages.chance import Drawn, forked, seed_of, set_seed
+from manyhands.stages.layers import Carried, Running
 from manyhands.stages.values import Table, carried_name
 from manyhands.stages.variables import Scope, scoped
 
@@ -65,13 +66,14 @@ class Runner:
         for value in table.used_by(self.stage):
             if value.kind.grad:
                 inputs[value.name].requires_grad_()
-        state = _RandomState(inputs) if self._recompute and seeds is None else None
+        device = next(iter(inputs.values())).device
+        drawn = Drawn(device) if self._recompute and seeds is None else None
 
         def run() -> dict[str, Tensor]:
             return self._run(inputs, table, seeds, finish)
 
         def again() -> dict[str, Tensor]:
-            with preserved(self.modules()), _restored(state):
+            with preserved(self.modules()), drawn.again() if drawn else forked(device):
                 return run()
 
         if self._recompute:
@@ -125,7 +127,7 @@ class Runner:
         with scoped(scope):
             for layer in self.layers:
                 if seeds is not None:
-                    torch.manual_seed(seed_of(*seeds, layer.index))
+                    set_seed(seed_of(*seeds, layer.index))
                 carried = layer.run(carried, scope)
         if finish is not None:
             outputs = {LOSS: finish(carried)}
@@ -173,25 +175,3 @@ def preserved(modules: Iterable[nn.Module]) -> Generator[None]:
             for module, name, buffer, values in kept:
                 buffer.copy_(values)
                 setattr(module, name, buffer)
-
-
-class _RandomState:
-    """Of the generators that a stage with these inputs may draw from."""
-
-    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
-        self.cpu = torch.get_rng_state()
-        self.device = next((t.device for t in inputs.values() if t.is_cuda), None)
-        self.cuda = None if self.device is None else torch.cuda.get_rng_state(self.device)
-
-
-@contextmanager
-def _restored(state: _RandomState | None) -> Generator[None]:
-    """Random numbers as they were then; afterwards as they are now."""
-    if state is None:
-        yield
-        return
-    with torch.random.fork_rng([] if state.device is None else [state.device]):
-        torch.set_rng_state(state.cpu)
-        if state.device is not None and state.cuda is not None:
-            torch.cuda.set_rng_state(state.cuda, state.device)
-        yield

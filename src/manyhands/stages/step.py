@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback as tracebacks
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from manyhands.core.errors import ManyhandsError, UsageError
 from manyhands.core.plan import Plan
 from manyhands.stages.batch import Batch
+from manyhands.stages.chance import forked
 from manyhands.stages.mail import Mail
 from manyhands.stages.moves import Rows, rows_at
 from manyhands.stages.runner import LOSS, Runner, Seeds
@@ -69,15 +71,14 @@ class Step:
 
         Raises what the carrier raises; what layers raise is a failure.
         """
-        for index, action in enumerate(actions):
-            self._mail.expect(actions[index : index + 1 + _AHEAD])
-            rows = self._rows(action)
-            if not len(rows):
-                continue
-            if action.direction == "F":
-                self._forward(action, rows)
-            else:
-                self._backward(action, rows, gradients)
+        with nullcontext() if self._seeds is None else forked(self._device):
+            for index, action in enumerate(actions):
+                self._mail.expect(actions[index : index + 1 + _AHEAD])
+                rows = self._rows(action)
+                if len(rows) and action.direction == "F":
+                    self._forward(action, rows)
+                elif len(rows):
+                    self._backward(action, rows, gradients)
 
     def fail(self, error: Exception, action: Action | None) -> None:
         """Note the first error."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import torch
@@ -42,7 +42,8 @@ def vote(
     ballot[-2], ballot[-1] = loss, squares
     ballot = ballot.to(carrier.words_on)
     carrier.sum(ballot, range(carrier.size)).wait()
-    *failed, total, norm = ballot.tolist()
+    counted = cast("list[float]", ballot.tolist())  # pyright: ignore[reportUnknownMemberType]
+    *failed, total, norm = counted
     reports: list[tuple[Failure, int]] = []
     for rank in (rank for rank, count in enumerate(failed) if count):
         said = msgspec.msgpack.encode(failure) if rank == carrier.rank else None
