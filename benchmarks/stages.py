@@ -1,0 +1,352 @@
+"""How fast a model cut in two trains, next to one process and torch.distributed.pipelining.
+
+    python benchmarks/stages.py --way plain,alone,naive,afab,1f1b,torch --json FILE
+
+One model (convolutions of equal cost, fp32), one batch size, SGD, one torch thread a process. Ways:
+    plain        one process, a plain loop over the microbatches
+    alone        the same as a plan of one stage
+    naive        two stages, one microbatch: one peer computes, the other waits
+    afab, 1f1b   two stages, `--microbatches` of them, over gloo; interleaved has two stages a peer
+    1f1b@hub     ... over a hub without TLS; 1f1b@amqp over RabbitMQ
+    torch        torch.distributed.pipelining's Schedule1F1B, two stages, over gloo
+Each way has processes of its own that stay alive and take turns of some steps each. A step counts
+as long as its slowest peer took, on a GPU until it has finished. `bubble`: 1 - (time of plain / peers) / time, so whatever a peer
+does beside computing is in it; `bubble_in_theory` is that of the schedule. `difference_to_plain`:
+the most that a parameter differs at the end from plain's, who saw the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from guardian import guarded
+from harness import Worker, cpu_of, machine, meeting_points, quantile
+
+from manyhands.core.address import HubAddress, parse_address
+
+WAYS = "plain,alone,naive,afab,1f1b,interleaved,torch,1f1b@hub,1f1b@amqp"
+WARM_UP = 2  # steps of each turn that do not count
+LAYERS = 8
+SIDE = 16
+TOLERANCE = 1e-5
+GPU_TOLERANCE = 1e-3  # convolutions in TF32, whose order of sums is the library's choice
+
+
+def model_of(channels: int):
+    """A list of layers of equal cost: each a convolution and what follows it."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()) for _ in range(LAYERS)
+    ]
+
+
+def plan_of(way: str, microbatches: int):
+    from manyhands.core.plan import Plan
+
+    kind = way.partition("@")[0]
+    if kind == "alone":
+        return Plan.of_stages([(LAYERS, [0])], microbatches=microbatches)
+    half = LAYERS // 2
+    if kind == "interleaved":
+        stages = [(half // 2, [peer]) for _ in range(2) for peer in range(2)]
+        return Plan.of_stages(stages, microbatches=microbatches, schedule=kind)
+    stages = [(half, [0]), (half, [1])]
+    if kind == "naive":
+        return Plan.of_stages(stages, schedule="afab")
+    return Plan.of_stages(stages, microbatches=microbatches, schedule=kind)
+
+
+# -- one peer -------------------------------------------------------------------------------------
+
+
+def peer_main(way: str, rank: int, where: str, args) -> None:
+    """Train as told on standard input."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if where:
+        backend = "gloo" if where.startswith("file:") else "manyhands"
+        dist.init_process_group(backend, init_method=where, rank=rank, world_size=2)
+    layers = [layer.to(args.device) for layer in model_of(args.channels)]
+    step, owned = maker_of(way)(layers, args)
+    wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
+    numbers = torch.Generator().manual_seed(1)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        words = json.loads(line)
+        shape = (args.batch, args.channels, SIDE, SIDE)
+        times, cpu = [], 0.0
+        for n in range(WARM_UP + words["steps"]):
+            x = torch.randn(shape, generator=numbers).to(args.device)
+            y = torch.randn(shape, generator=numbers).to(args.device)
+            wait()
+            if where:
+                dist.barrier()
+            start = time.perf_counter()
+            if n == WARM_UP:
+                cpu = time.process_time()
+            step(x, y)
+            wait()
+            times.append(time.perf_counter() - start)
+        answer = {"times": times[WARM_UP:], "cpu": time.process_time() - cpu}
+        if words["save_to"]:
+            torch.save({index: layers[index].state_dict() for index in owned}, words["save_to"])
+        print(json.dumps(answer), flush=True)
+    if where.startswith("file:"):
+        os._exit(0)  # gloo aborts a process whose peers have ended first
+    if where:
+        dist.destroy_process_group()
+
+
+def maker_of(way: str):
+    return {"plain": plain, "torch": torch_pipelining}.get(way, lambda *a: planned(way, *a))
+
+
+def optimizer_of(parameters):
+    import torch
+
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def plain(layers, args):
+    from torch import nn
+    from torch.nn.functional import mse_loss
+
+    model = nn.Sequential(*layers)
+    optimizer = optimizer_of(model.parameters())
+
+    def step(x, y):
+        parts = zip(x.chunk(args.microbatches), y.chunk(args.microbatches), strict=True)
+        for part, target in parts:
+            (mse_loss(model(part), target) * (len(part) / len(x))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, range(LAYERS)
+
+
+def planned(way, layers, args):
+    from torch.nn.functional import mse_loss
+
+    from manyhands.stages.pipeline import Pipeline
+
+    pipe = Pipeline(
+        layers,
+        plan_of(way, args.microbatches),
+        loss_fn=mse_loss,
+        optimizer=optimizer_of,
+        device=args.device,
+    )
+    return pipe.step, [layer.index for layer in pipe.layers()]
+
+
+def torch_pipelining(layers, args):
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.nn.functional import mse_loss
+
+    rank, half = dist.get_rank(), LAYERS // 2
+    owned = range(rank * half, rank * half + half)
+    model = nn.Sequential(*(layers[index] for index in owned))
+    optimizer = optimizer_of(model.parameters())
+    stage = PipelineStage(model, rank, 2, torch.device(args.device))
+    schedule = Schedule1F1B(stage, args.microbatches, loss_fn=mse_loss)
+
+    def step(x, y):
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y, losses=[])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, owned
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def where_of(way: str, urls: dict[str, str], folder: Path) -> str:
+    if way in ("plain", "alone"):
+        return ""
+    run = f"stages-{os.urandom(4).hex()}"
+    link = way.partition("@")[2]
+    if not link:
+        return f"file://{folder / run}"
+    if link == "amqp":
+        return f"{urls[link]}?run={run}"
+    address = parse_address(urls[link])
+    assert isinstance(address, HubAddress)
+    return f"hub://{address.host}:{address.port}/{run}?insecure=1"
+
+
+def measure(args, ways: list[str], urls: dict, meeting: dict) -> list[dict]:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        crews: dict[str, list[Worker]] = {}
+        shape = (args.batch, args.channels, args.microbatches, args.device)
+        for way in ways:
+            where = where_of(way, urls, folder)
+            crews[way] = [
+                stack.enter_context(Worker(__file__, "--peer", way, rank, where, *shape))
+                for rank in range(2 if where else 1)
+            ]
+        for crew in crews.values():
+            for worker in crew:
+                worker.hear(crew)
+        said: dict[str, list] = {way: [] for way in ways}
+        for turn in range(args.turns):
+            for way in ways:
+                pids = meeting.get(way.partition("@")[2], [])
+                before = cpu_of(pids)
+                last = turn == args.turns - 1
+                for rank, worker in enumerate(crews[way]):
+                    path = str(folder / f"{way.replace('@', '-')}-{rank}.pt") if last else None
+                    worker.say(steps=args.steps, save_to=path)
+                answers = [worker.hear(crews[way]) for worker in crews[way]]
+                answers[0]["meeting_cpu"] = cpu_of(pids) - before
+                said[way].append(answers)
+                median = statistics.median(max(t) for t in _steps(answers))
+                print(f"turn {turn + 1} {way}: {1e3 * median:.1f} ms", file=sys.stderr)
+        saved = {way: load(folder, way, len(crews[way])) for way in ways}
+    return [row_of(way, args, said[way], difference(saved, way)) for way in ways]
+
+
+def _steps(answers: list[dict]):
+    return zip(*(answer["times"] for answer in answers), strict=True)
+
+
+def load(folder: Path, way: str, size: int) -> dict:
+    """The parameters of all layers, by index."""
+    import torch
+
+    whole: dict = {}
+    for rank in range(size):
+        path = folder / f"{way.replace('@', '-')}-{rank}.pt"
+        whole |= torch.load(path, map_location="cpu")
+    return whole
+
+
+def difference(saved: dict, way: str) -> float | None:
+    if "plain" not in saved:
+        return None
+    pairs = [
+        (value, saved["plain"][index][name])
+        for index, state in saved[way].items()
+        for name, value in state.items()
+    ]
+    assert len(saved[way]) == LAYERS
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def row_of(way: str, args, turns: list, off: float | None) -> dict:
+    from manyhands.stages.schedule import bubble_of
+
+    times = sorted(max(t) for answers in turns for t in _steps(answers))
+    peers = len(turns[0])
+    all_steps = sum(len(turn[0]["times"]) + WARM_UP for turn in turns)
+    meeting_cpu = sum(turn[0]["meeting_cpu"] for turn in turns) / all_steps
+    ours = way not in ("plain", "torch")
+    plan = plan_of(way if ours else "1f1b", args.microbatches)
+    return {
+        "way": way,
+        "link": way.partition("@")[2] or ("gloo" if peers > 1 else "none"),
+        "peers": peers,
+        "stages": 1 if peers == 1 else len(plan.stages),
+        "microbatches": plan.microbatches,
+        "device": args.device,
+        "batch": args.batch,
+        "channels": args.channels,
+        "steps": len(times),
+        "turns": len(turns),
+        "median_s": statistics.median(times),
+        "p10_s": quantile(times, 0.1),
+        "p90_s": quantile(times, 0.9),
+        "turn_median_s": [statistics.median(max(t) for t in _steps(a)) for a in turns],
+        "cpu_s": sum(a["cpu"] for turn in turns for a in turn) / len(times) + meeting_cpu,
+        "meeting_point_cpu_s": meeting_cpu,
+        "bubble_in_theory": 0.0 if peers == 1 else bubble_of(plan),
+        "difference_to_plain": off,
+    }
+
+
+def add_ratios(rows: list[dict]) -> None:
+    """How many times as fast, turn by turn, as each way that others are compared with."""
+    by_way = {row["way"]: row for row in rows}
+    for row in rows:
+        for base in ("plain", "naive", "torch"):
+            row[f"ratio_to_{base}"] = None
+            if base in by_way:
+                pairs = zip(by_way[base]["turn_median_s"], row["turn_median_s"], strict=True)
+                row[f"ratio_to_{base}"] = statistics.median(b / own for b, own in pairs)
+        ratio = row["ratio_to_plain"]
+        row["bubble"] = 1 - ratio / row["peers"] if ratio else None
+
+
+def show(rows: list[dict]) -> None:
+    for r in rows:
+        ratios = " ".join(
+            f"{r[f'ratio_to_{base}']:.2f}x {base}"
+            for base in ("plain", "naive", "torch")
+            if r[f"ratio_to_{base}"]
+        )
+        bubble = "" if r["bubble"] is None else f" bubble {r['bubble']:.1%}"
+        print(
+            f"{r['way']:12}{r['peers']} peers {1e3 * r['median_s']:7.1f} ms "
+            f"({1e3 * r['p10_s']:.1f}-{1e3 * r['p90_s']:.1f}) {ratios}{bubble} "
+            f"(theory {r['bubble_in_theory']:.1%}) cpu {r['cpu_s']:.3f} s"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--way", default=WAYS)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--channels", type=int, default=64)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--device", default="cpu", help="cuda: all peers on one GPU")
+    parser.add_argument("--turns", type=int)
+    parser.add_argument("--steps", type=int, help="of a turn")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="few steps: does it run at all?")
+    args = parser.parse_args()
+    args.turns = args.turns or (2 if args.quick else 7)
+    args.steps = args.steps or (2 if args.quick else 10)
+    ways = args.way.split(",")
+    with contextlib.ExitStack() as stack:
+        urls, meeting = meeting_points(stack, [way.partition("@")[2] for way in ways])
+        rows = measure(args, ways, urls, meeting)
+    add_ratios(rows)
+    show(rows)
+    if args.json:
+        result = {"bench": "stages", "machine": machine(), "rows": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    tolerance = TOLERANCE if args.device == "cpu" else GPU_TOLERANCE
+    if wrong := [r for r in rows if (r["difference_to_plain"] or 0.0) > tolerance]:
+        sys.exit(f"{len(wrong)} of {len(rows)} ways trained something else than they should")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--peer"]:
+        batch, channels, microbatches = (int(word) for word in sys.argv[5:8])
+        shape = argparse.Namespace(
+            batch=batch, channels=channels, microbatches=microbatches, device=sys.argv[8]
+        )
+        peer_main(sys.argv[2], int(sys.argv[3]), sys.argv[4], shape)
+    else:
+        with guarded():
+            main()
