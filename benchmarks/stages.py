@@ -10,9 +10,10 @@ One model (convolutions of equal cost, fp32), one batch size, SGD, one torch thr
     1f1b@hub     ... over a hub without TLS; 1f1b@amqp over RabbitMQ
     torch        torch.distributed.pipelining's Schedule1F1B, two stages, over gloo
 Each way has processes of its own that stay alive and take turns of some steps each. A step counts
-as long as its slowest peer took, on a GPU until it has finished. `bubble`: 1 - (time of plain / peers) / time, so whatever a peer
-does beside computing is in it; `bubble_in_theory` is that of the schedule. `difference_to_plain`:
-the most that a parameter differs at the end from plain's, who saw the same batches.
+as long as its slowest peer took, on a GPU until it has finished. `bubble`: 1 - (time of plain /
+peers) / time, so whatever a peer does beside computing is in it; `bubble_in_theory` is that of the
+schedule. `difference_to_plain`: the most that a parameter differs at the end from plain's, who saw
+the same batches.
 """
 
 from __future__ import annotations
