@@ -316,6 +316,11 @@ def test_a_peer_without_memory():
     assert "peer p0 has 0.0 MiB free and needs 2.0 MiB for layer 0 (l0), 2.0 MiB more" in message
 
 
+def test_of_several_peers_the_one_that_lacks_most_is_named():
+    message = refusal(layers([1, 1, 1], [MIB, 3 * MIB, 2 * MIB]), peers(MIB, MIB, 2 * MIB))
+    assert "peer p1 has 1.0 MiB free and needs 6.0 MiB for layer 1 (l1), 5.0 MiB more" in message
+
+
 def test_all_stages_of_the_peer_are_named():
     message = refusal(layers([1] * 5, [MIB] * 5), peers(MIB, None), chunks=2)
     assert "for layer 0 (l0) and layer 2 (l2)" in message

@@ -252,7 +252,7 @@ def _as_it_was(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _borrowed(module: nn.Module, device: torch.device) -> Generator[None]:
-    """In the block a module is on the device. Then it is back, its buffers (means, say) as before."""
+    """In the block a module is on the device; then where it was, its buffers as they were."""
     home = next((t.device for t in (*module.parameters(), *module.buffers())), device)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     module.to(device)
