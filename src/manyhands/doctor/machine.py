@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 
 from manyhands._version import __version__
 from manyhands.doctor.report import Finding, Outcome, ok, problem, warning
+from manyhands.planner.memory import host_memory
 
 MIN_PYTHON = (3, 11)
 TESTED_TORCH = ("2.11", "2.13", "2.15")
@@ -190,24 +191,12 @@ def check_memory() -> Finding:
     """CPUs that this process may use, and free memory."""
     # macOS knows no affinity.
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    free = free_memory()
+    free = host_memory()
     text = f"{num_cpus} CPUs, " + ("free memory unknown" if free is None else f"{gib(free)} free")
     if free is not None and free < 1 << 30:
         remedy = "close what else runs here: a model, its gradients and its optimizer live in it"
         return warning("memory", text, remedy, num_cpus=num_cpus, free_bytes=free)
     return ok("memory", text, num_cpus=num_cpus, free_bytes=free)
-
-
-def free_memory() -> int | None:
-    """Bytes that can be had without swapping; None where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
 
 
 def open_file_limit() -> int | None:

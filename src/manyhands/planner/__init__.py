@@ -1,0 +1,1 @@
+"""The planner: what layers cost, what peers can do, and the plan that follows from both."""
