@@ -11,10 +11,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.stages.threads import run_threads
 from torch import nn
 
+from manyhands.core.plan import Plan
 from manyhands.stages.cut import cut
 from manyhands.stages.layers import Running
+from manyhands.stages.pipeline import Pipeline
 from manyhands.stages.trace import CutError
 from manyhands.stages.variables import Scope
 
@@ -184,19 +187,18 @@ class Residual(nn.Module):
 class Net(nn.Module):
     """A U-Net of three levels: what goes down goes across too."""
 
-    def __init__(self):
+    def __init__(self, norm=nn.BatchNorm2d):
         super().__init__()
+        self.norm = norm
         sizes = [(2, 4), (4, 8), (8, 8)]
         self.down = nn.ModuleList(self.conv(i, o) for i, o in sizes)
         self.bottom = self.conv(8, 8)
         self.up = nn.ModuleList(self.conv(i, o) for i, o in [(16, 8), (16, 4), (8, 4)])
         self.out = nn.Conv2d(4, 1, 1)
 
-    @staticmethod
-    def conv(before, after):
-        return nn.Sequential(
-            nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True)
-        )
+    def conv(self, before, after):
+        conv = nn.Conv2d(before, after, 3, padding=1)
+        return nn.Sequential(conv, self.norm(after), nn.ReLU(inplace=True))
 
     def forward(self, x):
         skips = []
@@ -215,12 +217,16 @@ class Net(nn.Module):
 class Seq2Seq(nn.Module):
     """An encoder and a decoder of torch's layers, with a mask that all of them use."""
 
-    def __init__(self, width=8, tokens=11):
+    def __init__(self, width=8, tokens=11, dropout=0.1, tied=True):
         super().__init__()
-        self.width = width
+        self.tied = tied
+        self.embed_target = self.head = None
+        if not tied:
+            self.embed_target = nn.Embedding(tokens, width)
+            self.head = nn.Linear(width, tokens)
         self.embed = nn.Embedding(tokens, width)
         self.register_buffer("place", torch.randn(1, 16, width), persistent=False)
-        make = {"dim_feedforward": 16, "dropout": 0.1, "batch_first": True}
+        make = {"dim_feedforward": 16, "dropout": dropout, "batch_first": True}
         self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, 2, **make) for _ in range(3))
         self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, 2, **make) for _ in range(3))
         self.norm = nn.LayerNorm(width)
@@ -234,10 +240,11 @@ class Seq2Seq(nn.Module):
         if causal is None:
             steps = torch.arange(size, device=target.device)
             causal = steps[None, :] > steps[:, None]
-        out = self.embed(target) + self.place[:, :size]
+        out = (self.embed if self.tied else self.embed_target)(target) + self.place[:, :size]
         for layer in self.decoder:
             out = layer(out, memory, tgt_mask=causal, memory_key_padding_mask=padding)
-        return F.linear(self.norm(out), self.embed.weight)
+        out = self.norm(out)
+        return F.linear(out, self.embed.weight) if self.tied else self.head(out)
 
 
 def model_of(forward, **modules):
@@ -350,11 +357,13 @@ def test_a_layer_that_needs_only_extra_inputs_and_its_follower():
 def test_numbers_are_computed_where_they_are_used():
     def forward(self, x):
         rows, width = x.shape
-        rows += 0
-        half = width // 2
+        half = width
+        half += half  # a number changes its name, not its value
+        half //= 4
+        scale = 4 / width
         h = self.a(x)
-        h = self.b(h).view(rows, 2, half).transpose(1, 2).reshape(rows, -1)
-        return self.c(h) * x.size(0) + torch.zeros(rows, 1, dtype=x.dtype)
+        h = self.b(h).view(rows, 2, half).transpose(1, 2).reshape(rows, -1) * scale
+        return self.c(h) * x.size(0) * scale + torch.zeros(rows, 1, dtype=x.dtype)
 
     model = model_of(forward, **linears(3))
     layers = check(model, ["b", "c"], X)
@@ -431,6 +440,15 @@ def test_a_change_right_after_a_cut():
 
     model = model_of(lambda self, x: self.b(self.add(self.a(x))), add=Add(), **linears(2))
     check(model, ["add", "b"], X)
+
+
+def test_a_tensor_that_forward_makes_and_fills():
+    def forward(self, x):
+        made = torch.zeros(x.shape[0], 4)
+        made[:, 0] = 1
+        return self.b(self.a(x) + made) * made
+
+    check(model_of(forward, **linears(2)), ["b"], X)
 
 
 def test_no_cut_at_all():
@@ -515,7 +533,11 @@ def test_other_uses_of_the_mode_are_refused():
         def forward(self, x):
             return x * 2 if self.training else x
 
-    for kind in (Scaled, Branch):
+    class Other(nn.Module):
+        def forward(self, x):
+            return x.relu() if self.training else x.tanh()
+
+    for kind in (Scaled, Branch, Other):
         model = model_of(lambda self, x: self.b(self.part(self.a(x))), part=kind(), **linears(2))
         model.b.eval()
         with pytest.raises(CutError, match=r"'part' \(\w+\) does something else in eval mode") as e:
@@ -586,6 +608,89 @@ def test_random_models_and_random_cuts(seed):
     cuts = sorted(chance.sample(range(1, count), chance.randint(1, count - 1)))
     extras = {"extra": torch.randn(5, 4), "mask": torch.rand(5) < 0.3}
     check(model, [f"parts.{index}" for index in cuts], torch.randn(5, 4), extras)
+
+
+# Plans
+
+
+def whole(self, x):
+    table = self.table.tanh()
+    return self.c(self.b(self.a(x))) * table
+
+
+def translation():
+    mask = torch.arange(7)[None, :] < torch.randint(3, 8, (8, 1))
+    extras = {"target": torch.randint(0, 11, (8, 5)), "mask": mask}
+    at = ["encoder.1", "encoder.2", "decoder.0", "decoder.2", "head"]
+    return Seq2Seq(dropout=0.0, tied=False), at, torch.randint(0, 11, (8, 7)), extras
+
+
+CASES = {
+    "residual": lambda: (
+        Residual(),
+        [f"blocks.{index}" for index in range(1, 6)],
+        torch.randn(8, 8),
+        {},
+    ),
+    "unet": lambda: (
+        Net(lambda channels: nn.GroupNorm(2, channels)),
+        ["down.1", "down.2.2", "bottom", "up.1", "up.2"],
+        torch.randn(8, 2, 8, 8),
+        {},
+    ),
+    "translation": translation,
+    "whole": lambda: (
+        model_of(whole, table=nn.Parameter(torch.randn(4)), **linears(3)),
+        ["b", "c"],
+        torch.randn(8, 4),
+        {},
+    ),
+}
+STAGES = {
+    "one peer a stage": ([[0], [1], [2]], "1f1b"),
+    "wide and narrow": ([[0, 1, 2], [1], [0, 2]], "1f1b"),
+    "interleaved": ([[0], [1], [0]], "interleaved"),
+}
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("case", CASES)
+def test_plans_of_cut_models_give_the_run_of_one_process(case, stages):
+    model, at, x, extras = CASES[case]()
+    layers, model = cut(copy.deepcopy(model), at), model
+    peers, schedule = STAGES[stages]
+    each = [len(layers) // 3] * 2
+    counts = [*each, len(layers) - sum(each)]
+    plan = Plan.of_stages(zip(counts, peers, strict=True), microbatches=4, schedule=schedule)
+    y = torch.randn_like(model(x, **extras))
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    optimizer, wanted = sgd(model.parameters()), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x, **extras), y)
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+
+    def train(carrier):
+        mine = copy.deepcopy(layers)
+        with Pipeline(mine, plan, loss_fn=F.mse_loss, optimizer=sgd, group=carrier) as pipe:
+            losses = [pipe.step(x, y, extras) for _ in range(3)]
+            state = {}
+            for layer in pipe.layers():
+                state |= layer.module.state_dict()
+            return losses, state
+
+    found = {}
+    for losses, state in run_threads(len(plan.peers), train):
+        assert losses == pytest.approx(wanted, rel=1e-11)
+        for name, value in state.items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-9, atol=1e-11)
+        found |= state
+    assert found.keys() == model.state_dict().keys()
 
 
 # Refusals
@@ -780,6 +885,7 @@ def test_changes_that_another_layer_would_not_see():
 
     words = "'iadd' changes 'a' in place in layer 1"
     refused(small(forward), ["b", "c"], words, "`a = a + b` for `a += b`")
+    refused(small(forward), ["b"], words, "or cut elsewhere")  # the view is in the same layer
 
     def later(self, x):
         a = self.a(x)
@@ -795,6 +901,29 @@ def test_changes_that_another_layer_would_not_see():
         return self.b(a) + self.total
 
     refused(small(buffer, 2, total=torch.zeros(())), ["b"], "'add_' changes 'total' in place", "")
+
+
+def test_changes_of_a_tensor_that_a_trace_makes_once():
+    def added(self, x):
+        total = torch.zeros(3, 4)
+        total += self.a(x)
+        return self.b(total)
+
+    def put(self, x):
+        total = torch.zeros(3, 4)
+        total[0] = self.a(x)[0]
+        return self.b(total)
+
+    for forward in (added, put):
+        refused(small(forward, 2), ["b"], "changes a tensor in place that forward", "x.new_zeros")
+
+    def like(self, x):
+        total = x.new_zeros(3, 4)
+        total += self.a(x)
+        total[0] = self.a(x)[1]
+        return self.b(total)
+
+    check(small(like, 2), ["b"], X)
 
 
 def test_arguments():

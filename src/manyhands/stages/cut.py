@@ -240,6 +240,12 @@ def _check_writes(pieces: _Pieces) -> None:
     for node, target in pieces.values.written.items():
         where = pieces.home[node]
         for base in pieces.values.storage[target]:
+            if base.op == "get_attr" and base.target in pieces.constants:
+                raise CutError(
+                    f"{node.name!r} changes a tensor in place that forward makes: a trace makes it "
+                    "once, forward each time",
+                    hint="write it without changing it, or make it like an input: x.new_zeros(...)",
+                )
             readers = [
                 index
                 for index in range(pieces.count)

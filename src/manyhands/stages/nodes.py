@@ -35,7 +35,7 @@ _VIEWS = _set(
     "diagonal contiguous detach to type type_as float double half bfloat16 int long bool cpu cuda "
     "chunk split tensor_split hsplit vsplit dsplit unbind as_strided broadcast_tensors real imag "
     "atleast_1d atleast_2d atleast_3d dropout dropout1d dropout2d dropout3d alpha_dropout "
-    "feature_alpha_dropout feature_dropout"
+    "feature_alpha_dropout feature_dropout __getitem__"
 )
 """They may give a tensor that is their input, or lies in its memory (dropout: in eval mode)."""
 
@@ -170,12 +170,18 @@ def _written(node: fx.Node, model: nn.Module) -> fx.Node | None:
     if node.op == "call_module" and getattr(_module(model, node), "inplace", False) is True:
         changed = next(iter((*node.args, *node.kwargs.values())), None)
     elif node.op == "call_method":
-        name = str(node.target)
-        if name.endswith("_") and not name.endswith("__"):
+        if _writes(str(node.target)):
             changed = node.args[0]
     elif node.op == "call_function":
         changed = _written_by_function(node)
     return changed if isinstance(changed, fx.Node) else None
+
+
+def _writes(name: str) -> bool:
+    """Whether a method or function changes its first argument, by its name."""
+    if name.startswith("__"):
+        return name == "__setitem__" or _is_in_place(name.strip("_"))
+    return name.endswith("_")
 
 
 def _written_by_function(node: fx.Node) -> object:
@@ -185,7 +191,7 @@ def _written_by_function(node: fx.Node) -> object:
     if getattr(node.target, "__module__", None) == "_operator":
         return node.args[0] if name == "setitem" or _is_in_place(name) else None
     arguments = (*node.args, *node.kwargs.values())
-    if name.endswith("_") and not name.endswith("__"):
+    if _writes(name):
         return arguments[0]
     try:
         bound = inspect.signature(cast("Any", node.target)).bind(*node.args, **node.kwargs)
