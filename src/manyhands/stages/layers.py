@@ -6,7 +6,8 @@
 
 A layer takes what the one before it gave, and variables. It says which ones in the seeds' words
 (attributes `dependencies` or `in_variables`, `out_variables`, `forward_order`; it then returns
-`out, [(name, tensor), ...]`), or calls `mh.stash` and `mh.pop`.
+`out, [(name, tensor), ...]`), or calls `mh.stash` and `mh.pop`. `whole_variables` are those of
+`out_variables` that have no rows, as of `mh.stash(..., whole=True)`.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Running:
     def __init__(self, module: nn.Module, index: int, name: str) -> None:
         self.module, self.index, self.name = module, index, name
         self.takes, self.gives, self._order = declared(module)
+        self._whole = _names(module, "whole_variables")
         self.said = f"layer {index} ({name})"
 
     def run(self, carried: Carried, scope: Scope) -> Carried:
@@ -123,7 +125,7 @@ class Running:
                 hint="return `out, [(name, tensor), ...]` with every name of out_variables",
             )
         for name, tensor in pairs:
-            scope.stash(name, tensor)
+            scope.stash(name, tensor, whole=name in self._whole)
         return cast("object", result)
 
     def _checked(self, result: object) -> Carried:
