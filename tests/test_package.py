@@ -21,7 +21,7 @@ MAY_LOAD_TORCH = (
     *("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer"),
     "manyhands.cli.demo_alone",
     *("manyhands.checkpoint.", "manyhands.data.", "manyhands.replica.", "manyhands.trainer."),
-    "manyhands.planner.profile",
+    *("manyhands.planner.profile", "manyhands.stages."),
     *(
         f"manyhands.compat.deepbooster.{name}"
         for name in ("dataset", "learner", "trainer", "training")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
     from manyhands.replica.options import RoundClosed
     from manyhands.replica.run import Run, join
+    from manyhands.stages.cut import cut
+    from manyhands.stages.dealing import partition
     from manyhands.stages.errors import PlanBroken, StepFailed
     from manyhands.stages.pipeline import Pipeline
     from manyhands.stages.variables import VariableError, pop, stash, variables
@@ -63,8 +65,10 @@ __all__ = [
     "View",
     "__version__",
     "compressed",
+    "cut",
     "join",
     "open_link",
+    "partition",
     "pop",
     "stash",
     "variables",
@@ -102,8 +106,10 @@ _LAZY = {
     "VariableError": "manyhands.stages.variables",
     "View": "manyhands.core.peers",
     "compressed": "manyhands.collectives.backend.hooks",
+    "cut": "manyhands.stages.cut",
     "join": "manyhands.replica.run",
     "open_link": "manyhands.links.base",
+    "partition": "manyhands.stages.dealing",
     "pop": "manyhands.stages.variables",
     "stash": "manyhands.stages.variables",
     "variables": "manyhands.stages.variables",

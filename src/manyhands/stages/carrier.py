@@ -58,6 +58,15 @@ class Carrier(Protocol):
         ...
 
 
+def carrier_for(group: dist.ProcessGroup | Carrier | None, device: torch.device) -> Carrier:
+    """Over this group; without one, over the default group; if there is none, nobody else."""
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        return AloneCarrier()
+    return GroupCarrier(group, device) if isinstance(group, dist.ProcessGroup) else group
+
+
 class GroupCarrier:
     """Over a torch process group."""
 

@@ -30,7 +30,7 @@ from manyhands.core.errors import LinkError, UsageError
 from manyhands.core.plan import Plan, PlanError
 from manyhands.stages.archive import Archive
 from manyhands.stages.batch import Batch, Opening, Tensors, opening_of
-from manyhands.stages.carrier import AloneCarrier, Carrier, GroupCarrier
+from manyhands.stages.carrier import Carrier, carrier_for
 from manyhands.stages.errors import PlanBroken
 from manyhands.stages.layers import Model, Running
 from manyhands.stages.mail import Mail
@@ -78,7 +78,7 @@ class Pipeline:
         self.plan, self.device = plan, torch.device(device)
         self._loss_fn, self._targets_come_first = loss_fn, targets == "first"
         self._loss_is_mean, self._clip_norm, self._seed = loss_is == "mean", clip_norm, seed
-        self._carrier = _carrier_for(group, self.device)
+        self._carrier = carrier_for(group, self.device)
         _check_size(plan, self._carrier.size)
         self.me = self._carrier.rank
         self.num_steps = 0
@@ -282,6 +282,13 @@ class Pipeline:
 
     def _finish(self, step: Step, batch: Batch, *, apply: bool, keep: bool = False) -> float:
         step.finish()
+        if self._carrier.size == 1 and step.failure is None:
+            # Nobody to agree with: the loss is read last, so that a GPU is not waited for before.
+            if not keep:
+                self._forget()
+            if apply:
+                self._apply(self._squares())
+            return step.loss
         squares = 0.0
         if apply:
             self._part.sum_gradients(batch)
@@ -372,14 +379,6 @@ class Pipeline:
     def _forget(self) -> None:
         self._part.forget()
         self._half = None
-
-
-def _carrier_for(group: dist.ProcessGroup | Carrier | None, device: torch.device) -> Carrier:
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is None:
-        return AloneCarrier()
-    return GroupCarrier(group, device) if isinstance(group, dist.ProcessGroup) else group
 
 
 def _check_size(plan: Plan, size: int) -> None:

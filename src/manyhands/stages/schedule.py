@@ -42,10 +42,12 @@ def orders_of(plan: Plan) -> Orders:
         stuck = play(orders, stages).stuck
         if not stuck:
             return orders
-        # A plan that is no plain pipeline: whoever waits for a backward goes further ahead. All
-        # forwards first is never stuck, so this ends.
-        for peer in stuck:
-            warm_up[peer] = min(warm_up[peer] + 1, len(turns[peer][0]))
+        # A plan that is no plain pipeline: whoever waits to go back goes one further ahead first.
+        # All forwards first is never stuck, so this ends.
+        behind = {p: at for p, at in stuck.items() if warm_up[p] < len(turns[p][0])}
+        waiting = [peer for peer, action in behind.items() if action.direction == "B"]
+        for peer in waiting or behind:
+            warm_up[peer] += 1
 
 
 def _turns(plan: Plan, peer: int) -> tuple[list[Action], list[Action]]:
@@ -100,10 +102,10 @@ def _merge(
 
 
 class Played(NamedTuple):
-    """What came of playing orders: who did what when. `stuck` are peers that waited for ever."""
+    """What came of playing orders: who did what when, and who waited for ever, before what."""
 
     spans: Mapping[tuple[int, Action], tuple[float, float]]  # by peer: from, to
-    stuck: tuple[int, ...]
+    stuck: Mapping[int, Action]
 
     @property
     def length(self) -> float:
@@ -165,7 +167,8 @@ def play(
                     moved = True
                     continue
                 break
-    return Played(spans, tuple(peer for peer, order in orders.items() if place[peer] < len(order)))
+    left = {p: order[place[p]] for p, order in orders.items() if place[p] < len(order)}
+    return Played(spans, left)
 
 
 def _needs(action: Action, num_stages: int) -> Iterator[Action]:

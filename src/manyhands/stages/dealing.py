@@ -1,0 +1,165 @@
+"""Dealing: a plan for the peers that are here, from what layers cost and what peers have."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands.core.errors import ManyhandsError, UsageError
+from manyhands.core.plan import Plan, PlanError, ScheduleName
+from manyhands.planner.cost import LayerCost, PeerPower
+from manyhands.planner.memory import free_memory
+from manyhands.planner.partition import By
+from manyhands.planner.partition import partition as partition_costs
+from manyhands.planner.profile import profile_layers
+from manyhands.stages.carrier import Carrier, carrier_for
+from manyhands.stages.layers import Carried, Model, Running, Spec, build, specs_of
+from manyhands.stages.variables import Scope, scoped
+
+_SPEED_S = 0.05  # how long a peer's speed is measured
+_SIDE = 256
+
+
+class _Dealt(msgspec.Struct, frozen=True):
+    """What the first peer found: a plan, or why there is none."""
+
+    plan: str = ""
+    error: str | None = None
+    hint: str | None = None
+
+
+def partition(
+    model: Model,
+    inputs: Carried | None = None,
+    *,
+    by: By = "auto",
+    microbatches: int = 1,
+    schedule: ScheduleName = "1f1b",
+    chunks: int = 1,
+    recompute: bool = False,
+    extra: Mapping[str, Tensor] | None = None,
+    group: dist.ProcessGroup | Carrier | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Plan:
+    """A plan of one peer a stage for the peers of the group, all of which call this alike.
+
+    by="memory" deals the layers in proportion to free memory, "time" so that the slowest stage is
+    as fast as can be, "auto" the same within everybody's memory. The first peer measures the
+    layers, one at a time, on the rows of one microbatch of `inputs`. Raises PlanError, on all
+    peers alike; its subclass DoesNotFit says by how much and where.
+    """
+    device = torch.device(device)
+    carrier = carrier_for(group, device)
+    peers = _gather(carrier, _power(device))
+    said = None
+    if carrier.rank == 0:
+        try:
+            costs = profile(model, inputs, microbatches, extra=extra, device=device, seed=seed)
+            plan = partition_costs(
+                costs,
+                peers,
+                by=by,
+                microbatches=microbatches,
+                schedule=schedule,
+                chunks=chunks,
+                recompute=recompute,
+            )
+            dealt = _Dealt(plan.to_json())
+        except ManyhandsError as error:
+            dealt = _Dealt(error=error.message, hint=error.hint)
+        said = msgspec.json.encode(dealt)
+    dealt = msgspec.json.decode(carrier.say(said, 0), type=_Dealt)
+    if dealt.error is not None:
+        raise PlanError(dealt.error, hint=dealt.hint)
+    return Plan.from_json(dealt.plan)
+
+
+def profile(
+    model: Model,
+    inputs: Carried | None,
+    microbatches: int = 1,
+    *,
+    extra: Mapping[str, Tensor] | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> list[LayerCost]:
+    """What each layer costs for one microbatch, measured here, one layer at a time."""
+    if inputs is None:
+        raise UsageError("the first peer was given no inputs to measure with")
+    device = torch.device(device)
+    parts = inputs if isinstance(inputs, tuple) else (inputs,)
+    rows = max(1, len(parts[0]) // microbatches)
+    cut = tuple(part[:rows].to(device) for part in parts)
+    given = {name: tensor[:rows].to(device) for name, tensor in (extra or {}).items()}
+
+    def run(
+        module: nn.Module, carried: Carried, variables: Mapping[str, Tensor]
+    ) -> tuple[Carried, dict[str, Tensor]]:
+        known = {**given, **variables}
+        scope = Scope(known)
+        with scoped(scope):
+            output = Running(module, 0, type(module).__name__).run(carried, scope)
+        return output, {name: t for name, t in scope.values.items() if name not in known}
+
+    return list(
+        profile_layers(
+            _layers(specs_of(model), device, seed),
+            cut[0] if isinstance(inputs, Tensor) else cut,
+            run=run,
+            device=device,
+        )
+    )
+
+
+def _layers(
+    specs: list[nn.Module | Spec], device: torch.device, seed: int
+) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    for index, spec in enumerate(specs):
+        yield str(index), partial(build, spec, index, seed=seed, device=device)
+
+
+def _power(device: torch.device) -> PeerPower:
+    """This peer's free memory, and how many small products a second it does."""
+    a = torch.ones(_SIDE, _SIDE, device=device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    torch.mm(a, a)
+    wait()
+    count, start = 0, time.perf_counter()
+    while (spent := time.perf_counter() - start) < _SPEED_S:
+        torch.mm(a, a)
+        wait()
+        count += 1
+    name = f"{socket.gethostname().split('.')[0]}-{os.getpid()}"
+    return PeerPower(name=name, memory_bytes=free_memory(device), speed=count / spent)
+
+
+def _gather(carrier: Carrier, own: PeerPower) -> list[PeerPower]:
+    """Everybody's, by rank; speeds relative to the first one's."""
+    said = [
+        carrier.say(msgspec.json.encode(own) if rank == carrier.rank else None, rank)
+        for rank in range(carrier.size)
+    ]
+    powers = [msgspec.json.decode(words, type=PeerPower) for words in said]
+    first = powers[0].speed
+    # Two of one machine share its memory, and may share a name with peers of another.
+    hosts = [power.name.rpartition("-")[0] for power in powers]
+    return [
+        msgspec.structs.replace(
+            power,
+            name=f"{rank}-{hosts[rank]}",
+            speed=power.speed / first,
+            memory_bytes=None
+            if power.memory_bytes is None
+            else power.memory_bytes // hosts.count(hosts[rank]),
+        )
+        for rank, power in enumerate(powers)
+    ]
