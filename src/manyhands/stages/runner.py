@@ -161,17 +161,17 @@ def _gradient_of(leaf: Tensor) -> Tensor:
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module]) -> Generator[None]:
-    """Buffers (running statistics) are afterwards what they were before."""
+    """Buffers (running statistics) are copies inside, and afterwards what they were before."""
     kept = [
-        (module, name, buffer, buffer.detach().clone())
+        (module, name, buffer)
         for root in modules
         for module in root.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
     try:
+        for module, name, buffer in kept:
+            setattr(module, name, buffer.detach().clone())
         yield
     finally:
-        with torch.no_grad():
-            for module, name, buffer, values in kept:
-                buffer.copy_(values)
-                setattr(module, name, buffer)
+        for module, name, buffer in kept:
+            setattr(module, name, buffer)
