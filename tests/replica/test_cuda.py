@@ -59,3 +59,50 @@ def test_the_same_run_on_a_gpu(hub, number):
         assert facts[-1]["shadow"] == pytest.approx(shadow(model), abs=100 * TOLERANCE)
         states.append([fact["state"] for fact in rounds])
     assert all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_gpu_and_a_cpu_in_one_run(hub, every):
+    """Their optimizers round differently; they are made equal, and nobody is blamed for it."""
+    orders = {
+        "url": f"{hub.address}?insecure=1",
+        "run": f"mixed-{every}",
+        "min_peers": 2,
+        "grain": None,
+        "epochs": 6,
+        "resync_every": every,
+        "show": True,
+    }
+    hands = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.replica.training"),
+                json.dumps(orders | {"device": device, "name": device}),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for device in ("cuda", "cpu")
+    ]
+    try:
+        said = [hand.communicate(timeout=PATIENCE_S)[0].splitlines() for hand in hands]
+    finally:
+        for hand in hands:
+            hand.kill()
+            hand.wait()
+    losses, model = alone(6, None)
+    gpu, cpu = ([json.loads(line) for line in lines] for lines in said)
+    for facts in (gpu, cpu):
+        rounds = [fact for fact in facts if "round" in fact]
+        assert [fact["loss"] for fact in rounds] == pytest.approx(losses, abs=TOLERANCE)
+        assert facts[-1]["shadow"] == pytest.approx(shadow(model), abs=100 * TOLERANCE)
+        assert facts[-1]["deviated"] == []
+    begun = [{f["begins"]: f["parameters"] for f in facts if "begins" in f} for facts in (gpu, cpu)]
+    ended = [{f["ends"]: f["parameters"] for f in facts if "ends" in f} for facts in (gpu, cpu)]
+    both = {f["counted"] for f in gpu if len(f.get("names", ())) == 2}
+    assert len(both) > 12
+    # An opening of two rounds comes before round 0.
+    equal = {n for n in both if n - 1 in both and (n + 2) % every == 0}
+    assert all(begun[0][n] == begun[1][n] for n in equal)
+    assert any(ended[0].get(n) != ended[1].get(n) for n in both)  # so there was something to mend

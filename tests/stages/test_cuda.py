@@ -12,11 +12,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU her
 
 
 @pytest.fixture(params=["gloo", "hub"])
-def where(request, tmp_path):
+def where(request, hub_port, tmp_path):
     if request.param == "gloo":
         return f"file://{tmp_path}/meet"
-    port = request.getfixturevalue("hub_port")
-    return f"hub://127.0.0.1:{port}/cuda-{os.getpid()}?insecure=1"
+    return f"hub://127.0.0.1:{hub_port}/{tmp_path.name}?insecure=1"
 
 
 def run(world, where, tmp_path, *arguments):
