@@ -111,6 +111,45 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             recompute=recompute,
         )
 
+    @classmethod
+    def even(
+        cls,
+        num_layers: int,
+        num_peers: int,
+        *,
+        stages_per_peer: int = 1,
+        names: Sequence[str] | None = None,
+        peers: Sequence[str] | None = None,
+        microbatches: int = 1,
+        schedule: ScheduleName | None = None,
+        recompute: bool = False,
+    ) -> Self:
+        """A pipeline with as many layers in each stage, or one more in the first ones.
+
+        With several stages a peer they go round all peers, which is what `"interleaved"` needs:
+        then that is the schedule, unless you name one.
+        """
+        num_stages = num_peers * stages_per_peer
+        if num_stages < 1:
+            raise PlanError(f"{num_peers} peers with {stages_per_peer} stages each")
+        if num_layers < num_stages:
+            stages = f"{num_peers} peers with {stages_per_peer} stages each need {num_stages}"
+            if stages_per_peer == 1:
+                stages = f"{num_peers} peers with a stage each need {num_peers}"
+            raise PlanError(
+                f"the model has {num_layers} layers, {stages}",
+                hint="take fewer peers or stages, or several peers for a layer (Plan.of_stages)",
+            )
+        size, larger = divmod(num_layers, num_stages)
+        return cls.of_stages(
+            [(size + (stage < larger), [stage % num_peers]) for stage in range(num_stages)],
+            names=names,
+            peers=peers,
+            microbatches=microbatches,
+            schedule=schedule or ("interleaved" if stages_per_peer > 1 else "1f1b"),
+            recompute=recompute,
+        )
+
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The layers, grouped."""

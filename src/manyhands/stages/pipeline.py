@@ -37,7 +37,7 @@ from manyhands.stages.mail import Mail
 from manyhands.stages.moves import Rows, rows_at
 from manyhands.stages.part import MakeOptimizer, Part
 from manyhands.stages.rehearsal import rehearse
-from manyhands.stages.schedule import Action, Orders, orders_of
+from manyhands.stages.schedule import Action, Orders, orders_of, picture
 from manyhands.stages.step import LossFn, Step, joined, output_names
 from manyhands.stages.traffic import Traffic
 from manyhands.stages.values import Given, Table
@@ -102,6 +102,10 @@ class Pipeline:
     def optimizer(self) -> Optimizer | None:
         """Of this peer's parameters, if it has any: for learning rates and the like."""
         return self._part.optimizer
+
+    def picture(self) -> str:
+        """As text: which layers are where, and who works on which microbatch when."""
+        return f"{self.plan.picture()}\n\n{picture(self.plan)}"
 
     def layers(self) -> Iterator[Running]:
         """This peer's, in order."""
