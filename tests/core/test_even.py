@@ -34,3 +34,9 @@ def test_several_stages_a_peer_go_round_all_peers_and_are_interleaved():
 def test_fewer_layers_than_stages_are_refused(arguments, said):
     with pytest.raises(PlanError, match=said):
         Plan.even(arguments[0], arguments[1], stages_per_peer=arguments[2])
+
+
+@pytest.mark.parametrize("row", [(2, 0), (2,), 2, (1, [0], [1], [1])])
+def test_a_stage_that_is_written_wrong_is_refused(row):
+    with pytest.raises(PlanError, match="stage 1 is "):
+        Plan.of_stages([(1, [0]), row])

@@ -88,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         recompute: bool = False,
     ) -> Self:
         """From (number of layers, peers) or (number of layers, peers, shares) of each stage."""
-        rows = [(row[0], tuple(row[1]), tuple(row[2]) if len(row) > 2 else ()) for row in stages]
+        rows = [_stage_of(index, row) for index, row in enumerate(stages)]
         num_layers = sum(row[0] for row in rows)
         if names is not None and len(names) != num_layers:
             raise PlanError(f"the stages have {num_layers} layers, {len(names)} names were given")
@@ -213,6 +213,17 @@ class _Version(msgspec.Struct):
 class _Written(msgspec.Struct, forbid_unknown_fields=True):
     manyhands_plan: int
     plan: Plan
+
+
+def _stage_of(index: int, row: Any) -> tuple[int, tuple[int, ...], tuple[float, ...]]:  # noqa: ANN401  (what a user wrote)
+    try:
+        count, peers, *shares = row
+        return count, tuple(peers), tuple(*shares)
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"stage {index} is {row!r}",
+            hint="expected (number of layers, [peers]) or (number of layers, [peers], [shares])",
+        ) from None
 
 
 def _layer_range(plan: Plan, stage: Stage) -> str:

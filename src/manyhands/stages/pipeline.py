@@ -78,6 +78,7 @@ class Pipeline:
         self.plan, self.device = plan, torch.device(device)
         self._loss_fn, self._targets_come_first = loss_fn, targets == "first"
         self._loss_is_mean, self._clip_norm, self._seed = loss_is == "mean", clip_norm, seed
+        self._has_optimizer = optimizer is not None
         self._carrier = carrier_for(group, self.device)
         _check_size(plan, self._carrier.size)
         self.me = self._carrier.rank
@@ -136,6 +137,7 @@ class Pipeline:
         """
         if self._loss_fn is None:
             raise UsageError("step() needs a loss", hint="Pipeline(..., loss_fn=...)")
+        self._need_optimizer("step")
         with self._carrying(), torch.enable_grad():
             batch, course = self._open(inputs, targets, extra, backward=True)
             step = self._step(batch, course, self._loss_fn)
@@ -202,6 +204,7 @@ class Pipeline:
 
     def apply(self) -> None:
         """The optimizer's step with the gradients that `backward` has made, then none are left."""
+        self._need_optimizer("apply")
         with self._carrying():
             self._part.sum_gradients(None)
             self._apply(self._vote(None, self._squares()).squares)
@@ -230,6 +233,13 @@ class Pipeline:
         self.num_steps = resumed.num_steps
         self._saved = url, self.num_steps
         return resumed.extra
+
+    def _need_optimizer(self, what: str) -> None:
+        if not self._has_optimizer:
+            raise UsageError(
+                f"{what}() needs an optimizer",
+                hint="Pipeline(..., optimizer=lambda parameters: torch.optim.SGD(parameters, ...))",
+            )
 
     # -- parts of a step --------------------------------------------------------------------------
 
