@@ -45,13 +45,14 @@ class Part:
         self.runners = _build(specs_of(model), plan, carrier.rank, device, seed)
         wide = [stage for stage in plan.stages if len(stage.peers) > 1]
         carrier.prepare([stage.peers for stage in wide], _pairs(plan))
-        self._shared = {
-            stage.index: Shared(
-                carrier, stage.peers, stage.lead, self.runners[stage.index].modules()
-            )
-            for stage in wide
-            if self._me in stage.peers
-        }
+        self._shared: dict[int, Shared] = {}
+        held: list[nn.Module] = []
+        for stage in wide:
+            if self._me in stage.peers:
+                own = self.runners[stage.index].modules()
+                shared = Shared(carrier, stage.peers, stage.lead, own, besides=held)
+                self._shared[stage.index] = shared
+                held += own
         for shared in self._shared.values():
             shared.equalize()
         self._parameters = unique(p for layer in self.layers() for p in layer.module.parameters())
