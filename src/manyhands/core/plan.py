@@ -202,7 +202,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             cells = [shares.get(peer, ".").center(width) for peer, width in enumerate(widths)]
             lines.append(name.ljust(left) + "  " + "  ".join(cells))
         recompute = ", activations computed anew" if self.recompute else ""
-        lines.append(f"{self.microbatches} microbatches, {self.schedule}{recompute}")
+        plural = "" if self.microbatches == 1 else "es"
+        lines.append(f"{self.microbatches} microbatch{plural}, {self.schedule}{recompute}")
         return "\n".join(line.rstrip() for line in lines)
 
 

@@ -368,7 +368,8 @@ class Pipeline:
         try:
             yield
         except (dist.DistError, LinkError) as error:
-            raise PlanBroken(str(error), hint=self._again()) from error
+            said = str(error).partition("\nhint: ")[0]  # a backend's own says less than ours
+            raise PlanBroken(said, hint=self._again()) from error
 
     def _again(self) -> str:
         command = again(len(self.plan.peers) - 1, os.environ, sys.argv)
