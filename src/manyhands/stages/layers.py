@@ -58,7 +58,8 @@ def specs_of(model: Model) -> list[nn.Module | Spec]:
     else:
         raise UsageError(
             f"a {type(model).__name__} cannot be taken apart",
-            hint="a model is an nn.Sequential, or a list of its layers in order",
+            hint="a model is an nn.Sequential, a list of its layers in order, or what "
+            "mh.cut(model, [names of submodules]) makes of it",
         )
     found = [_spec_of(index, child) for index, child in enumerate(children)]
     if not found:

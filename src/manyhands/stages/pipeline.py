@@ -58,7 +58,8 @@ class Pipeline:
     `model`: nn.Sequential, a list of modules or of (class, kwargs, input shape), or what `mh.cut`
     gives. Only this peer's layers are built or kept. `group` is a torch process group whose ranks
     are the plan's peers; without one, the default group, or nobody else. With `seed`, random
-    numbers of a layer depend on (seed, step, microbatch, layer) and not on the plan.
+    numbers of a layer depend on (seed, step, microbatch, layer), in a wide stage on this peer's
+    rows too, and on nothing else of the plan.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ class Step:
         if stage == self._last and self._loss_fn is not None:
             targets = self._targets(microbatch, rows, inputs)
             finish = self._finish(targets, len(rows))
-        seeds = None if self._seeds is None else Seeds(*self._seeds, microbatch)
+        seeds = None if self._seeds is None else Seeds(*self._seeds, microbatch, rows.start)
         given = {name: t for name, t in inputs.items() if name not in targets}
         made = self._runners[stage].forward(
             microbatch, given, self._table, seeds=seeds, finish=finish
