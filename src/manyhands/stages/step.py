@@ -170,7 +170,7 @@ class Step:
             assert self._loss_fn is not None
             loss = self._loss_fn(output, parts[0] if single else parts)
             if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise UsageError(f"the loss is a {type(loss).__name__}", hint=_ONE_NUMBER)
+                raise UsageError(f"the loss is {loss!r:.200}", hint=_ONE_NUMBER)
             if loss.numel() != 1:
                 raise UsageError(f"the loss has shape {tuple(loss.shape)}", hint=_ONE_NUMBER)
             return loss.reshape(()) * factor
