@@ -26,16 +26,25 @@ def test_the_two_programs_meet_through_a_hub(tmp_path, first):
 
 
 def test_the_program_trains_through_a_hub(tmp_path):
-    _, program = python_in(TEXT)
+    _, _, program = python_in(TEXT)
     assert run_together([program, program], tmp_path) == ["trained\n", "trained\n"]
 
 
 def test_the_loop_learns_the_same_with_others(tmp_path):
-    program, _ = python_in(TEXT)
+    program, _, _ = python_in(TEXT)
     (alone,) = run_together([program], tmp_path)
     assert re.fullmatch(r"loss \S+ after 60 rounds\n", alone)
     together = run_together([program] * 3, tmp_path, MANYHANDS_MIN_PEERS="3")
     assert together == [alone] * 3
+
+
+def test_the_plan_learns_the_same_on_any_number_of_peers(tmp_path):
+    _, program, _ = python_in(TEXT)
+    (alone,) = run_together([program], tmp_path, MANYHANDS_MIN_PEERS="1")
+    assert re.fullmatch(r"loss \S+\n", alone)
+    for number in (2, 3):
+        together = run_together([program] * number, tmp_path, MANYHANDS_MIN_PEERS=str(number))
+        assert together == [alone] * number  # to the four digits that are shown
 
 
 def python_in(text):
@@ -78,7 +87,7 @@ def test_the_table_is_that_of_the_stored_result():
 
 
 @pytest.mark.parametrize(
-    "name", re.findall(r"^(src/\S+|tests|benchmarks|scripts|docs) ", TEXT, re.M)
+    "name", re.findall(r"^(src/\S+|tests|examples|benchmarks|scripts|docs) ", TEXT, re.M)
 )
 def test_every_folder_it_names_is_there(name):
     assert (ROOT / name).is_dir()

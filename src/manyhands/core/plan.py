@@ -88,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         recompute: bool = False,
     ) -> Self:
         """From (number of layers, peers) or (number of layers, peers, shares) of each stage."""
-        rows = [(row[0], tuple(row[1]), tuple(row[2]) if len(row) > 2 else ()) for row in stages]
+        rows = [_stage_of(index, row) for index, row in enumerate(stages)]
         num_layers = sum(row[0] for row in rows)
         if names is not None and len(names) != num_layers:
             raise PlanError(f"the stages have {num_layers} layers, {len(names)} names were given")
@@ -108,6 +108,45 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             peers=tuple(peers),
             microbatches=microbatches,
             schedule=schedule,
+            recompute=recompute,
+        )
+
+    @classmethod
+    def even(
+        cls,
+        num_layers: int,
+        num_peers: int,
+        *,
+        stages_per_peer: int = 1,
+        names: Sequence[str] | None = None,
+        peers: Sequence[str] | None = None,
+        microbatches: int = 1,
+        schedule: ScheduleName | None = None,
+        recompute: bool = False,
+    ) -> Self:
+        """A pipeline with as many layers in each stage, or one more in the first ones.
+
+        With several stages a peer they go round all peers, which is what `"interleaved"` needs:
+        then that is the schedule, unless you name one.
+        """
+        num_stages = num_peers * stages_per_peer
+        if num_stages < 1:
+            raise PlanError(f"{num_peers} peers with {stages_per_peer} stages each")
+        if num_layers < num_stages:
+            stages = f"{num_peers} peers with {stages_per_peer} stages each need {num_stages}"
+            if stages_per_peer == 1:
+                stages = f"{num_peers} peers with a stage each need {num_peers}"
+            raise PlanError(
+                f"the model has {num_layers} layers, {stages}",
+                hint="take fewer peers or stages, or several peers for a layer (Plan.of_stages)",
+            )
+        size, larger = divmod(num_layers, num_stages)
+        return cls.of_stages(
+            [(size + (stage < larger), [stage % num_peers]) for stage in range(num_stages)],
+            names=names,
+            peers=peers,
+            microbatches=microbatches,
+            schedule=schedule or ("interleaved" if stages_per_peer > 1 else "1f1b"),
             recompute=recompute,
         )
 
@@ -163,7 +202,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             cells = [shares.get(peer, ".").center(width) for peer, width in enumerate(widths)]
             lines.append(name.ljust(left) + "  " + "  ".join(cells))
         recompute = ", activations computed anew" if self.recompute else ""
-        lines.append(f"{self.microbatches} microbatches, {self.schedule}{recompute}")
+        plural = "" if self.microbatches == 1 else "es"
+        lines.append(f"{self.microbatches} microbatch{plural}, {self.schedule}{recompute}")
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -174,6 +214,17 @@ class _Version(msgspec.Struct):
 class _Written(msgspec.Struct, forbid_unknown_fields=True):
     manyhands_plan: int
     plan: Plan
+
+
+def _stage_of(index: int, row: Any) -> tuple[int, tuple[int, ...], tuple[float, ...]]:  # noqa: ANN401  (what a user wrote)
+    try:
+        count, peers, *shares = row
+        return count, tuple(peers), tuple(*shares)
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"stage {index} is {row!r}",
+            hint="expected (number of layers, [peers]) or (number of layers, [peers], [shares])",
+        ) from None
 
 
 def _layer_range(plan: Plan, stage: Stage) -> str:

@@ -15,6 +15,7 @@ from manyhands.stages.rehearsal import kind_of
 from manyhands.stages.values import Given, carried_name, target_name
 
 Tensors = Tensor | Sequence[Tensor]
+_GIVE = "pass them to step() on every peer of the first stage; others may, and ignore them"
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -34,10 +35,11 @@ def opening_of(
     """Of what this peer was given; what is wrong with it is for everybody to hear."""
     nothing = Given((), True, ())
     if inputs is None:
-        return Opening(0, nothing, "the first peer of the first stage was given no inputs")
+        return Opening(0, nothing, "the first peer of the first stage was given no inputs", _GIVE)
     try:
         carried, single = _parts("the input", inputs)
         wanted, single_target = ((), True) if targets is None else _parts("the target", targets)
+        _check_extra(extra)
         num_rows = _count("the input", carried[0])
         for what, tensor in [
             *(("the input", part) for part in carried),
@@ -72,6 +74,18 @@ def _parts(what: str, given: Any) -> tuple[tuple[Tensor, ...], bool]:  # noqa: A
     return cast("tuple[Tensor, ...]", parts), False
 
 
+def _check_extra(extra: object) -> None:
+    if extra is not None and not isinstance(extra, Mapping):
+        raise UsageError(
+            f"the extra inputs are a {type(extra).__name__}", hint="a dict of tensors by name"
+        )
+    for name, given in cast("Mapping[str, Any]", extra or {}).items():
+        if not isinstance(given, Tensor):
+            raise UsageError(
+                f"extra input {name!r} is a {type(given).__name__}", hint="each is a tensor"
+            )
+
+
 def _count(what: str, tensor: Tensor) -> int:
     if tensor.dim() == 0 or len(tensor) == 0:
         raise UsageError(f"{what} is a tensor of shape {tuple(tensor.shape)}: it has no rows")
@@ -95,6 +109,7 @@ class Batch:
         self.microbatches = cut_batch(opening.num_rows, num_microbatches)
         self._inputs = named_inputs(inputs, extra)
         self._targets = named_targets(targets)
+        self.single_target = targets is None or isinstance(targets, Tensor)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -102,7 +117,9 @@ class Batch:
         return tuple(len(span) for span in self.microbatches)
 
     def inputs(self, microbatch: int, rows: Rows) -> dict[str, Tensor]:
-        """By name, for the first stage."""
+        """By name, for the first stage. Raises UsageError when this peer was given none."""
+        if not self._inputs:
+            raise UsageError("this peer is in the first stage and was given no inputs", hint=_GIVE)
         return self._cut(self._inputs, microbatch, rows)
 
     def targets(self, microbatch: int, rows: Rows) -> dict[str, Tensor]:
@@ -112,6 +129,13 @@ class Batch:
     def _cut(self, tensors: Mapping[str, Tensor], microbatch: int, rows: Rows) -> dict[str, Tensor]:
         start = self.microbatches[microbatch].start
         span = slice(start + rows.start, start + rows.end)
+        for tensor in tensors.values():
+            if len(tensor) != self.num_rows:
+                raise UsageError(
+                    f"this peer was given a tensor of shape {tuple(tensor.shape)} for a batch of "
+                    f"{self.num_rows} rows",
+                    hint="all peers pass the whole batch: each takes its rows of it",
+                )
         return {name: tensor[span].to(self._device) for name, tensor in tensors.items()}
 
 

@@ -15,15 +15,27 @@ BUCKET_BYTES = 32 << 20
 
 
 class Shared:
-    """The parameters and buffers of one wide stage, the same on all of its peers."""
+    """The parameters and buffers of one wide stage, the same on all of its peers.
+
+    What the modules `besides` have too is left to their stage: added up twice, it would be doubled.
+    """
 
     def __init__(
-        self, carrier: Carrier, peers: Sequence[int], lead: int, modules: Sequence[nn.Module]
+        self,
+        carrier: Carrier,
+        peers: Sequence[int],
+        lead: int,
+        modules: Sequence[nn.Module],
+        *,
+        besides: Sequence[nn.Module] = (),
     ) -> None:
         self._carrier, self._peers, self._lead = carrier, tuple(peers), lead
-        self._all = unique(p for module in modules for p in module.parameters())
+        others = {id(t) for m in besides for t in (*m.parameters(), *m.buffers())}
+        every = unique(p for module in modules for p in module.parameters())
+        self._all = [p for p in every if id(p) not in others]
         self._parameters = [p for p in self._all if p.requires_grad]
-        self._buffers = unique(b for module in modules for b in module.buffers())
+        buffers = unique(b for module in modules for b in module.buffers())
+        self._buffers = [b for b in buffers if id(b) not in others]
 
     @torch.no_grad()
     def equalize(self) -> None:

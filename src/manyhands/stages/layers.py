@@ -51,7 +51,16 @@ Model = nn.Sequential | Sequence[Any]
 
 def specs_of(model: Model) -> list[nn.Module | Spec]:
     """The layers of a model, built or not. Raises UsageError for what is none."""
-    children = list(model.children()) if isinstance(model, nn.Sequential) else list(model)
+    if isinstance(model, nn.Sequential):
+        children: list[Any] = list(model.children())
+    elif isinstance(model, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        children = list(model)
+    else:
+        raise UsageError(
+            f"a {type(model).__name__} cannot be taken apart",
+            hint="a model is an nn.Sequential, a list of its layers in order, or what "
+            "mh.cut(model, [names of submodules]) makes of it",
+        )
     found = [_spec_of(index, child) for index, child in enumerate(children)]
     if not found:
         raise UsageError("this model has no layers")

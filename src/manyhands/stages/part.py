@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands.core.errors import UsageError
 from manyhands.core.plan import Plan, PlanError, Stage
 from manyhands.stages.batch import Batch
 from manyhands.stages.carrier import Carrier
@@ -34,17 +35,24 @@ class Part:
         optimizer: MakeOptimizer | None,
         seed: int,
     ) -> None:
+        if optimizer is not None and not callable(optimizer):
+            raise UsageError(
+                f"the optimizer is a {type(optimizer).__name__}",
+                hint="give what makes one, of the parameters that this peer will have: "
+                "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+            )
         self._plan, self._me = plan, carrier.rank
         self.runners = _build(specs_of(model), plan, carrier.rank, device, seed)
         wide = [stage for stage in plan.stages if len(stage.peers) > 1]
         carrier.prepare([stage.peers for stage in wide], _pairs(plan))
-        self._shared = {
-            stage.index: Shared(
-                carrier, stage.peers, stage.lead, self.runners[stage.index].modules()
-            )
-            for stage in wide
-            if self._me in stage.peers
-        }
+        self._shared: dict[int, Shared] = {}
+        held: list[nn.Module] = []
+        for stage in wide:
+            if self._me in stage.peers:
+                own = self.runners[stage.index].modules()
+                shared = Shared(carrier, stage.peers, stage.lead, own, besides=held)
+                self._shared[stage.index] = shared
+                held += own
         for shared in self._shared.values():
             shared.equalize()
         self._parameters = unique(p for layer in self.layers() for p in layer.module.parameters())

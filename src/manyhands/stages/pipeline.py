@@ -37,7 +37,7 @@ from manyhands.stages.mail import Mail
 from manyhands.stages.moves import Rows, rows_at
 from manyhands.stages.part import MakeOptimizer, Part
 from manyhands.stages.rehearsal import rehearse
-from manyhands.stages.schedule import Action, Orders, orders_of
+from manyhands.stages.schedule import Action, Orders, orders_of, picture
 from manyhands.stages.step import LossFn, Step, joined, output_names
 from manyhands.stages.traffic import Traffic
 from manyhands.stages.values import Given, Table
@@ -58,7 +58,8 @@ class Pipeline:
     `model`: nn.Sequential, a list of modules or of (class, kwargs, input shape), or what `mh.cut`
     gives. Only this peer's layers are built or kept. `group` is a torch process group whose ranks
     are the plan's peers; without one, the default group, or nobody else. With `seed`, random
-    numbers of a layer depend on (seed, step, microbatch, layer) and not on the plan.
+    numbers of a layer depend on (seed, step, microbatch, layer), in a wide stage on this peer's
+    rows too, and on nothing else of the plan.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Pipeline:
         self.plan, self.device = plan, torch.device(device)
         self._loss_fn, self._targets_come_first = loss_fn, targets == "first"
         self._loss_is_mean, self._clip_norm, self._seed = loss_is == "mean", clip_norm, seed
+        self._has_optimizer = optimizer is not None
         self._carrier = carrier_for(group, self.device)
         _check_size(plan, self._carrier.size)
         self.me = self._carrier.rank
@@ -102,6 +104,10 @@ class Pipeline:
     def optimizer(self) -> Optimizer | None:
         """Of this peer's parameters, if it has any: for learning rates and the like."""
         return self._part.optimizer
+
+    def picture(self) -> str:
+        """As text: which layers are where, and who works on which microbatch when."""
+        return f"{self.plan.picture()}\n\n{picture(self.plan)}"
 
     def layers(self) -> Iterator[Running]:
         """This peer's, in order."""
@@ -132,6 +138,7 @@ class Pipeline:
         """
         if self._loss_fn is None:
             raise UsageError("step() needs a loss", hint="Pipeline(..., loss_fn=...)")
+        self._need_optimizer("step")
         with self._carrying(), torch.enable_grad():
             batch, course = self._open(inputs, targets, extra, backward=True)
             step = self._step(batch, course, self._loss_fn)
@@ -198,6 +205,7 @@ class Pipeline:
 
     def apply(self) -> None:
         """The optimizer's step with the gradients that `backward` has made, then none are left."""
+        self._need_optimizer("apply")
         with self._carrying():
             self._part.sum_gradients(None)
             self._apply(self._vote(None, self._squares()).squares)
@@ -226,6 +234,13 @@ class Pipeline:
         self.num_steps = resumed.num_steps
         self._saved = url, self.num_steps
         return resumed.extra
+
+    def _need_optimizer(self, what: str) -> None:
+        if not self._has_optimizer:
+            raise UsageError(
+                f"{what}() needs an optimizer",
+                hint="Pipeline(..., optimizer=lambda parameters: torch.optim.SGD(parameters, ...))",
+            )
 
     # -- parts of a step --------------------------------------------------------------------------
 
@@ -354,7 +369,8 @@ class Pipeline:
         try:
             yield
         except (dist.DistError, LinkError) as error:
-            raise PlanBroken(str(error), hint=self._again()) from error
+            said = str(error).partition("\nhint: ")[0]  # a backend's own says less than ours
+            raise PlanBroken(said, hint=self._again()) from error
 
     def _again(self) -> str:
         command = again(len(self.plan.peers) - 1, os.environ, sys.argv)

@@ -21,7 +21,7 @@ from manyhands.stages.layers import Carried
 from manyhands.stages.moves import rows_at
 from manyhands.stages.runner import Runner, preserved
 from manyhands.stages.values import Given, Kind, Rehearsed, Table, tabulate
-from manyhands.stages.variables import Scope, VariableError, scoped
+from manyhands.stages.variables import INPUTS, Scope, VariableError, scoped
 
 # What a layer raises about an input that it cannot take.
 _UNFIT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
@@ -38,7 +38,7 @@ def rehearse(
     """For a microbatch of so many rows. Raises PlanError or VariableError, on all peers alike."""
     rehearsed: list[Rehearsed] = []
     known = dict(given.extra)
-    givers = dict.fromkeys(known, "the inputs")
+    givers = dict.fromkeys(known, INPUTS)
     carried, single = given.carried, given.single
     for stage in plan.stages:
         said = None

@@ -20,11 +20,21 @@ LOSS = "#loss"
 
 
 class Seeds(NamedTuple):
-    """What the random numbers of a layer depend on, beside its index: nothing of the plan."""
+    """What the random numbers of a layer depend on, beside its index.
+
+    Of the plan, only on where the rows of this peer begin: peers of a wide stage that drew the same
+    numbers would drop the same places of different rows.
+    """
 
     seed: int
     step: int
     microbatch: int
+    first_row: int = 0
+
+    def of(self, layer: int) -> int:
+        """A layer's. Peers that begin with the first row draw what a single one draws."""
+        place = (self.step, self.microbatch, layer)
+        return seed_of(self.seed, *place, *([self.first_row] if self.first_row else []))
 
 
 class _Held(NamedTuple):
@@ -127,7 +137,7 @@ class Runner:
         with scoped(scope):
             for layer in self.layers:
                 if seeds is not None:
-                    set_seed(seed_of(*seeds, layer.index))
+                    set_seed(seeds.of(layer.index))
                 carried = layer.run(carried, scope)
         if finish is not None:
             outputs = {LOSS: finish(carried)}

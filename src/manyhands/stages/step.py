@@ -27,6 +27,7 @@ from manyhands.stages.values import Table, Value, carried_name, target_name
 from manyhands.stages.vote import Failure
 
 LossFn = Callable[[Any, Any], Tensor]
+_ONE_NUMBER = "a loss function returns one number, a tensor"
 _AHEAD = 3  # actions whose inputs are asked for while an action runs
 
 
@@ -95,8 +96,8 @@ class Step:
         stage = self._stages[action.stage]
         first, last = self._plan.layers[stage.first].name, self._plan.layers[stage.end - 1].name
         way = "forward" if action.direction == "F" else "backward"
-        layers = first if first == last else f"{first} to {last}"
-        return f"the {way} of layers {layers}, microbatch {action.microbatch}"
+        layers = f"layer {first}" if first == last else f"layers {first} to {last}"
+        return f"the {way} of {layers}, microbatch {action.microbatch}"
 
     def _rows(self, action: Action) -> Rows:
         stage = self._stages[action.stage]
@@ -132,7 +133,7 @@ class Step:
         if stage == self._last and self._loss_fn is not None:
             targets = self._targets(microbatch, rows, inputs)
             finish = self._finish(targets, len(rows))
-        seeds = None if self._seeds is None else Seeds(*self._seeds, microbatch)
+        seeds = None if self._seeds is None else Seeds(*self._seeds, microbatch, rows.start)
         given = {name: t for name, t in inputs.items() if name not in targets}
         made = self._runners[stage].forward(
             microbatch, given, self._table, seeds=seeds, finish=finish
@@ -161,19 +162,17 @@ class Step:
 
     def _finish(self, targets: Mapping[str, Tensor], num_rows: int) -> Callable[[Any], Tensor]:
         parts = tuple(targets.values())
-        single = len(parts) == 1 and (
-            self._table.given.single_target if self._table.given.targets else True
-        )
+        given = self._table.given
+        single = given.single_target if given.targets else self._batch.single_target
         factor = num_rows / self._batch.num_rows if self._mean else 1.0
 
         def finish(output: Any) -> Tensor:  # noqa: ANN401
             assert self._loss_fn is not None
             loss = self._loss_fn(output, parts[0] if single else parts)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise UsageError(
-                    f"the loss is {loss!r:.200}",
-                    hint="a loss function returns one number, a tensor",
-                )
+            if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(f"the loss is {loss!r:.200}", hint=_ONE_NUMBER)
+            if loss.numel() != 1:
+                raise UsageError(f"the loss has shape {tuple(loss.shape)}", hint=_ONE_NUMBER)
             return loss.reshape(()) * factor
 
         return finish

@@ -24,6 +24,9 @@ from torch import Tensor
 
 from manyhands.core.errors import UsageError
 
+INPUTS = "the inputs"
+"""Who gives the extra inputs, where for other variables a layer is named."""
+
 
 class VariableError(UsageError):
     """A variable that is unknown, given twice, taken too early, or never taken."""
@@ -35,7 +38,7 @@ class Scope:
     def __init__(self, given: Mapping[str, Tensor] | None = None) -> None:
         self.values: dict[str, Tensor] = dict(given or {})
         self.layer = ""  # the one that runs, in words
-        self.stashed: dict[str, str] = dict.fromkeys(self.values, "the inputs")  # name: by whom
+        self.stashed: dict[str, str] = dict.fromkeys(self.values, INPUTS)  # name: by whom
         self.popped: dict[str, list[str]] = {}  # name: by whom
         self.whole: set[str] = set()
         self._versions: dict[str, int] = {}
@@ -48,8 +51,10 @@ class Scope:
                 hint="variables are tensors: stash several under names of their own",
             )
         if name in self.stashed:
+            by = self.stashed[name]
+            before = "is an extra input" if by == INPUTS else f"{by} has stashed already"
             raise VariableError(
-                f"{self._who()} stashes {name!r}, which {self.stashed[name]} has stashed already",
+                f"{self._who()} stashes {name!r}, which {before}",
                 hint="give each variable a name of its own",
             )
         self.stashed[name] = self._who()

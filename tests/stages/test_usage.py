@@ -1,0 +1,130 @@
+"""What a newcomer does wrong is an error on every peer, in words, and nobody waits for ever."""
+
+import pytest
+import torch
+from tests.stages.threads import run_threads
+from torch import nn
+from torch.nn import functional as F
+
+import manyhands as mh
+
+X, Y = torch.randn(8, 4), torch.randn(8, 4)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def pipeline(carrier=None, plan=None, model=None, **options):
+    given = {"loss_fn": F.mse_loss, "optimizer": sgd, "group": carrier} | options
+    return mh.Pipeline(model or [nn.Linear(4, 4), nn.Linear(4, 4)], plan, **given)
+
+
+def errors_of(plan, act, **options):
+    """What act(pipeline) raises, on each peer."""
+
+    def on_peer(carrier):
+        with pytest.raises(mh.ManyhandsError) as caught:
+            act(pipeline(carrier, plan, **options))
+        return caught.value
+
+    return run_threads(len(plan.peers), on_peer)
+
+
+TWO = mh.Plan.even(2, 2, microbatches=2)
+WIDE = mh.Plan.of_stages([(2, [0, 1])])
+
+
+def test_a_module_that_is_no_list_of_layers_is_refused():
+    with pytest.raises(ValueError, match="a Linear cannot be taken apart"):
+        pipeline(plan=mh.Plan.even(1, 1), model=nn.Linear(4, 4))
+
+
+def test_an_optimizer_instead_of_what_makes_one_is_refused():
+    optimizer = sgd(nn.Linear(1, 1).parameters())
+    with pytest.raises(ValueError, match="the optimizer is a SGD"):
+        pipeline(plan=mh.Plan.even(2, 1), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("what", ["step", "apply"])
+def test_without_an_optimizer_nothing_pretends_to_learn(what):
+    pipe = pipeline(plan=mh.Plan.even(2, 1), optimizer=None)
+    assert pipe.evaluate(X, Y) > 0
+    with pytest.raises(ValueError, match=rf"{what}\(\) needs an optimizer"):
+        pipe.step(X, Y) if what == "step" else pipe.apply()
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"mask": 3}, "extra input 'mask' is a int"),
+        (X, "the extra inputs are a Tensor"),
+        ({"mask": X[:3]}, "extra input 'mask' has 3 rows, the input 8"),
+    ],
+)
+def test_extra_inputs_that_are_none_are_refused_everywhere(extra, said):
+    for error in errors_of(TWO, lambda pipe: pipe.step(X, Y, extra)):
+        assert error.message == said
+
+
+def test_targets_of_another_length_are_refused_everywhere():
+    for targets in (Y[:4], torch.cat([Y, Y])):  # longer ones would be cut without a word
+        for error in errors_of(TWO, lambda pipe, y=targets: pipe.step(X, y)):
+            assert isinstance(error, mh.StepFailed)
+            assert error.peer == "1"
+            assert "for a batch of 8 rows" in error.message
+
+
+def test_every_peer_of_a_wide_first_stage_needs_the_whole_batch():
+    def step(pipe):
+        pipe.step(X if pipe.me == 0 else X[:4], Y)
+
+    for error in errors_of(WIDE, step):
+        assert "a tensor of shape (4, 4) for a batch of 8 rows" in error.message
+    for error in errors_of(WIDE, lambda pipe: pipe.step(X if pipe.me == 0 else None, Y)):
+        assert error.message == "peer 1: this peer is in the first stage and was given no inputs"
+
+
+def test_a_loss_that_is_no_number_is_refused_with_its_shape():
+    for error in errors_of(TWO, lambda pipe: pipe.step(X, Y), loss_fn=lambda a, b: a - b):
+        assert error.message == "peer 1: the loss has shape (4, 4)"
+
+
+@pytest.mark.parametrize("targets", ["first", "last"])
+def test_targets_reach_the_loss_as_they_were_given(targets):
+    def loss(out, given):
+        assert type(given) is tuple
+        return F.mse_loss(out, given[0])
+
+    def step(carrier):
+        torch.manual_seed(0)
+        return pipeline(carrier, TWO, loss_fn=loss, targets=targets).evaluate(X, (Y,))
+
+    def plain(carrier):
+        torch.manual_seed(0)
+        return pipeline(carrier, TWO, targets=targets).evaluate(X, Y)
+
+    for act in (step, plain):
+        got = run_threads(2, act)
+        assert got[0] == got[1] > 0
+
+
+def test_a_variable_with_the_name_of_an_extra_input_is_refused():
+    class Gives(nn.Module):
+        def forward(self, x):
+            mh.stash("mask", x)
+            return x
+
+    with pytest.raises(mh.VariableError, match=r"layer 0 .* 'mask', which is an extra input"):
+        pipeline(plan=mh.Plan.even(2, 1), model=[Gives(), nn.Linear(4, 4)]).step(X, Y, {"mask": X})
+
+
+def test_the_picture_has_the_plan_and_the_schedule():
+    assert pipeline(plan=mh.Plan.even(2, 1, microbatches=2)).picture().splitlines() == [
+        "stage       0",
+        "0: 0 .. 1  100%",
+        "2 microbatches, 1f1b",
+        "",
+        "0 | 0  (0)  1  (1)|",
+        "0.0% of the time is waiting",
+    ]
