@@ -6,6 +6,7 @@ as it returns, for the n-th time after it was armed.
 
 import importlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -55,15 +56,15 @@ def adam(parameters):
 
 def case(stages, *, schedule="1f1b"):
     num_peers = 1 + max(peer for stage in stages for peer in stage[1])
-    names = ("ada", "bob", "cyd")[:num_peers]
+    names = ("ada", "bob", "cyd", "dan")[:num_peers]
     plan = Plan.of_stages(stages, peers=names, microbatches=4, schedule=schedule)
     return Case(layers, plan, batches(), False, None, None, adam, False)
 
 
-def pipeline(stages, **options):
+def pipeline(stages, build=layers, **options):
     made = case(stages)
     options = {"loss_fn": F.mse_loss, "optimizer": made.optimizer, **options}
-    return Pipeline(made.build(), made.plan, **options)
+    return Pipeline(build(), made.plan, **options)
 
 
 def arm(death, mark):
@@ -113,12 +114,53 @@ def train(stages, folder, death=None, victim=None, mark=None):
         ended_s = time.monotonic()
         if pipe is not None:
             for act in (lambda: pipe.step(x, y), lambda: pipe.save(folder)):
-                with pytest.raises(PlanBroken, match="gone"):
+                with pytest.raises(PlanBroken, match=re.escape(str(error))):
                     act()
             pipe.close()
         return {"error": str(error), "hint": error.hint, "ended_s": ended_s, "losses": losses}
     states = {layer.index: layer.module.state_dict() for layer in pipe.layers()}
     return {"start": start, "losses": losses, "states": states}
+
+
+def train_and_end(stages, folder, death, victim, mark, out):
+    """As `train` in a program that ends when the plan breaks."""
+    answer = train(stages, folder, death, victim, mark)
+    Path(out).write_text(f"{answer['ended_s']!r} {answer['error']}")
+    os._exit(7)
+
+
+def train_until_broken(stages):
+    """Step after step; the error."""
+    pipe = pipeline(stages)
+    x, y, _ = batches()[0]
+    while True:
+        try:
+            pipe.step(x, y)
+        except PlanBroken as error:
+            return str(error)
+
+
+def give_up(stages, culprit, what):
+    """One peer breaks off in the middle of its second step, and lives on; everybody's errors."""
+    pipe = pipeline(stages)
+    given = [batch[:2] for batch in batches()]
+    pipe.step(*given[0])
+    if dist.get_rank() == culprit:
+
+        def broken_off(*_, **__):
+            raise KeyboardInterrupt if what == "Ctrl-C" else RuntimeError("a mistake of Adam")
+
+        if what == "Ctrl-C":
+            next(pipe.layers()).module.register_forward_hook(broken_off)
+        else:
+            pipe.optimizer.step = broken_off
+    errors = []
+    while len(errors) < 2:
+        try:
+            pipe.step(*given[1])
+        except (PlanBroken, KeyboardInterrupt) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors, pipe.num_steps
 
 
 # -- errors, not deaths ---------------------------------------------------------------------------
@@ -136,14 +178,14 @@ class Erring(nn.Module):
         if not x.any():
             return self.linear(x)  # a rehearsal
         if self.wrong == "forward":
-            raise ArithmeticError("a mistake of a layer")
+            raise RuntimeError("a mistake of a layer")
         out = self.linear(x)
         if self.wrong == "backward":
             out.register_hook(self._raise)
         return out
 
     def _raise(self, _):
-        raise ArithmeticError("a mistake of a layer")
+        raise RuntimeError("a mistake of a layer")
 
 
 def erring_layers():

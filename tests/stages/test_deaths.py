@@ -5,13 +5,24 @@ and parameters of the run that was not interrupted.
 """
 
 import itertools
+import os
+import re
+import shlex
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from tests.collectives.backend.crew import Crew
 from tests.stages.cases import alone
 from tests.stages.deaths import NUM_STEPS, Death, case, erring_layers
+
+from manyhands.links.base import LinkSettings, open_link
+from manyhands.links.messages import Terms
+from manyhands.stages.pipeline import again
 
 NOTICED_S = 8.0  # a closed connection counts after a second; a lease ends after ten
 NARROW = [(2, [0]), (2, [1]), (2, [2])]
@@ -54,6 +65,11 @@ def at_hub(hub_port):
 @pytest.fixture(scope="session")
 def at_broker(broker):
     return lambda: f"{broker.url()}?run=deaths-{next(_runs)}"
+
+
+@pytest.fixture(scope="session", params=["hub", "broker"])
+def at_any(request):
+    return request.getfixturevalue(f"at_{request.param}")
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +151,129 @@ def test_over_rabbitmq(zygote, at_broker, tmp_path, uninterrupted, phase, victim
     killed_and_resumed(zygote, at_broker, tmp_path, stages, death, victim, uninterrupted)
 
 
+@pytest.mark.parametrize("phase", ["forward", "between", "before the vote", "before the index"])
+@pytest.mark.parametrize("victim", range(3))
+def test_over_gloo(zygote, tmp_path, uninterrupted, phase, victim):
+    """torch does not say who it was; and who has heard it must end for others to hear it."""
+    saved, mark = str(tmp_path / "saved"), tmp_path / "died"
+    outs = [tmp_path / f"out-{rank}" for rank in range(3)]
+    with Crew(zygote, 3) as crew:
+        crew.call("tests.stages.programs", "enter", f"file://{tmp_path}/meeting", 3)
+        for rank, out in enumerate(outs):
+            args = NARROW, saved, DEATHS[phase], victim, str(mark), str(out)
+            crew.begin("tests.stages.deaths", "train_and_end", *args, ranks=[rank])
+        assert crew.ended(victim) == -signal.SIGKILL
+        survivors = [rank for rank in range(3) if rank != victim]
+        assert [crew.ended(rank) for rank in survivors] == [7, 7]
+    for rank in survivors:
+        ended_s, _, error = outs[rank].read_text().partition(" ")
+        assert float(ended_s) - float(mark.read_text()) < NOTICED_S, error
+        assert "Connection closed by peer" in error or "onnection reset" in error, error
+        assert "to go on after step" in error
+    with Crew(zygote, 2) as crew:
+        crew.call("tests.stages.programs", "enter", f"file://{tmp_path}/second", 2)
+        check(crew.call("tests.stages.deaths", "train", FEWER, saved), uninterrupted)
+
+
+def test_stopped_beyond_its_lease(zygote, at_any):
+    """A process that stands still is out when its lease ends; it finds out when it goes on."""
+    url, terms = at_any(), Terms(beat_s=0.3, lease_s=2.0)
+    # Whoever opens the run sets its terms; this one only watches.
+    with (
+        open_link(url, name="watcher", settings=LinkSettings(terms=terms)),
+        Crew(zygote, 3) as crew,
+    ):
+        crew.call("tests.stages.programs", "enter", url, 3)
+        crew.begin("tests.stages.deaths", "train_until_broken", NARROW)
+        crew.signal(1, signal.SIGSTOP)
+        start_s = time.monotonic()
+        answers = crew.finish(ranks=[0, 2])
+        assert time.monotonic() - start_s < terms.lease_s + NOTICED_S
+        crew.signal(1, signal.SIGCONT)
+        answers |= crew.finish(ranks=[1])
+    for rank, answer in answers.items():
+        assert answer.ok, answer.value
+        assert "rank 1 is peer bob" in answer.value or rank == 1, answer.value
+
+
+@pytest.mark.parametrize("what", ["Ctrl-C", "optimizer"])
+def test_a_peer_that_gives_up_in_the_middle_of_a_step(zygote, at_any, what):
+    """It lives on, but not the plan: nobody goes on with a step that only some have applied."""
+    with Crew(zygote, 3) as crew:
+        crew.call("tests.stages.programs", "enter", at_any(), 3)
+        answers = crew.call("tests.stages.deaths", "give_up", NARROW, 1, what)
+    said = "KeyboardInterrupt" if what == "Ctrl-C" else "RuntimeError: a mistake of Adam"
+    for rank, (errors, num_steps) in answers.items():
+        applied = what == "optimizer" and rank != 1
+        assert num_steps == 1 + applied, rank
+        own = f"PlanBroken: peer bob gave up: {said}"
+        if rank != 1:
+            assert all(f"rank 1 gave up: {said} on peer bob" in error for error in errors), errors
+        else:
+            first = "KeyboardInterrupt" if what == "Ctrl-C" else own
+            assert errors[0].startswith(first), errors
+            assert errors[1].startswith(own), errors
+
+
+def test_the_command_that_goes_on(tmp_path, uninterrupted):
+    """What `manyhands run` started says how; fewer copies then get where all would have got."""
+    tests = Path(__file__).parents[1]
+    paths = [str(tests.parent), str(tests.parent / "src")]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(words, **extra):
+        assert words[:2] == ["manyhands", "run"]
+        command = [sys.executable, "-m", *words]
+        return subprocess.run(
+            command, env=environ | extra, capture_output=True, text=True, timeout=100, check=False
+        )
+
+    script = [str(tests / "stages" / "script.py"), str(tmp_path / "saved")]
+    died = run(["manyhands", "run", "-n", "3", "--min-peers", "3", *script], DIES="1 at 3")
+    assert died.returncode == 1, died.stderr
+    (said,) = set(
+        re.findall(r"to go on after step 2 with .* on a plan for them: (.*)", died.stderr)
+    )
+    command = shlex.split(said)
+    wanted = ["manyhands", "run", "-n", "2", "--min-peers", "2", "--resume", *script]
+    assert command == wanted
+    resumed = run(command)
+    assert resumed.returncode == 0, resumed.stderr
+    for output, steps in ((died.stdout, [0, 1, 2]), (resumed.stdout, [2, 3, 4, 5])):
+        losses = re.findall(r"loss (\d+) (\S+)", output)
+        assert sorted({int(number) for number, _ in losses}) == steps
+        for number, loss in losses:
+            assert float.fromhex(loss) == pytest.approx(uninterrupted[0][int(number)], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("environ", "command"),
+    [
+        ({}, "python train.py -n 3"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "torchrun --nproc-per-node 2 train.py -n 3"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "python train.py -n 3"),
+        (
+            {"MANYHANDS_AGAIN": "manyhands run -n 3 --resume train.py -n 3 --min-peers 3"},
+            "manyhands run -n 2 --resume train.py -n 3 --min-peers 3",
+        ),
+        # Some of them are elsewhere: nobody here knows which are left.
+        (
+            {"MANYHANDS_AGAIN": "manyhands run -n 1 --hub CODE --run r --resume train.py"},
+            "manyhands run -n 1 --hub CODE --run r --resume train.py",
+        ),
+    ],
+)
+def test_commands(environ, command):
+    assert again(3, environ, ["train.py", "-n", "3"]) == command
+
+
 @pytest.mark.parametrize(
     ("what", "culprit", "words"),
     [
-        ("forward", 0, ("ArithmeticError: a mistake of a layer", "the forward of layers 0 to 1")),
-        ("forward", 1, ("ArithmeticError: a mistake of a layer", "the forward of layers 2 to 3")),
-        ("backward", 1, ("ArithmeticError: a mistake of a layer", "the backward of layers 2")),
-        ("backward", 2, ("ArithmeticError: a mistake of a layer", "the backward of layers 4")),
+        ("forward", 0, ("RuntimeError: a mistake of a layer", "the forward of layers 0 to 1")),
+        ("forward", 1, ("RuntimeError: a mistake of a layer", "the forward of layers 2 to 3")),
+        ("backward", 1, ("RuntimeError: a mistake of a layer", "the backward of layers 2")),
+        ("backward", 2, ("RuntimeError: a mistake of a layer", "the backward of layers 4")),
         ("loss", 2, ("the loss is tensor", "returns one number")),
         ("targets", 2, ("the target has shape (3, 6) where the batch has 10 rows",)),
         ("no targets", 2, ("was given no targets",)),
@@ -158,7 +290,7 @@ def test_an_error_of_one_peer_is_heard_by_all(crew_of, what, culprit, words):
         assert answer["peer"] == NAMES[culprit]
         for word in words:
             assert word in answer["text"], answer["text"]
-        wanted = "raise ArithmeticError" if what in ("forward", "backward") else "UsageError"
+        wanted = "raise RuntimeError" if what in ("forward", "backward") else "UsageError"
         assert wanted in answer["traceback"]
     for answer in answers.values():
         answer["losses"] = dict(enumerate(answer["losses"]))

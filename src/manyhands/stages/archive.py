@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from manyhands.core.address import redact
-from manyhands.core.errors import CheckpointError
+from manyhands.core.errors import CheckpointError, UsageError
 from manyhands.core.plan import Plan
 from manyhands.stages.carrier import Carrier
 from manyhands.stages.errors import StepFailed
@@ -131,5 +131,5 @@ class Archive:
             return
         try:
             act()
-        except CheckpointError as error:
-            log.warning("an old checkpoint stays: %s", error.message)
+        except (CheckpointError, UsageError) as error:
+            log.warning("what is of no use any more stays: %s", error.message)
