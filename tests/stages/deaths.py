@@ -129,9 +129,18 @@ def train_and_end(stages, folder, death, victim, mark, out):
     os._exit(7)
 
 
-def train_until_broken(stages):
+_held = []
+
+
+def begin(stages):
+    """A step, before others."""
+    _held.append(pipeline(stages))
+    _held[0].step(*batches()[0][:2])
+
+
+def train_until_broken():
     """Step after step; the error."""
-    pipe = pipeline(stages)
+    pipe = _held.pop()
     x, y, _ = batches()[0]
     while True:
         try:
@@ -186,6 +195,18 @@ class Erring(nn.Module):
 
     def _raise(self, _):
         raise RuntimeError("a mistake of a layer")
+
+
+class Unbuildable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        raise RuntimeError("no memory for this one")
+
+
+class Asserting(nn.Module):
+    def forward(self, x):
+        assert x.shape[1] == 1, "one column is expected"
+        return x
 
 
 def erring_layers():

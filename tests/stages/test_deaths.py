@@ -18,10 +18,24 @@ import pytest
 import torch
 from tests.collectives.backend.crew import Crew
 from tests.stages.cases import alone
-from tests.stages.deaths import NUM_STEPS, Death, case, erring_layers
+from tests.stages.deaths import (
+    NUM_STEPS,
+    Asserting,
+    Death,
+    Unbuildable,
+    batches,
+    case,
+    erring_layers,
+    layers,
+    pipeline,
+)
+from tests.stages.threads import run_threads
+from torch import nn
 
+from manyhands.core.plan import PlanError
 from manyhands.links.base import LinkSettings, open_link
 from manyhands.links.messages import Terms
+from manyhands.stages.errors import StepFailed
 from manyhands.stages.pipeline import again
 
 NOTICED_S = 8.0  # a closed connection counts after a second; a lease ends after ten
@@ -184,7 +198,8 @@ def test_stopped_beyond_its_lease(zygote, at_any):
         Crew(zygote, 3) as crew,
     ):
         crew.call("tests.stages.programs", "enter", url, 3)
-        crew.begin("tests.stages.deaths", "train_until_broken", NARROW)
+        crew.call("tests.stages.deaths", "begin", NARROW)
+        crew.begin("tests.stages.deaths", "train_until_broken")
         crew.signal(1, signal.SIGSTOP)
         start_s = time.monotonic()
         answers = crew.finish(ranks=[0, 2])
@@ -295,3 +310,45 @@ def test_an_error_of_one_peer_is_heard_by_all(crew_of, what, culprit, words):
     for answer in answers.values():
         answer["losses"] = dict(enumerate(answer["losses"]))
     check(answers, (losses, [module.state_dict() for module in modules]))
+
+
+@pytest.mark.parametrize("culprit", range(3))
+def test_a_layer_that_one_peer_cannot_build(culprit):
+    """All hear of it, and can go on with another model."""
+    models = [layers() for _ in range(3)]
+
+    def act(carrier):
+        model = [(nn.Linear, {"in_features": 6, "out_features": 6})] * 6
+        model[2 * culprit + 1] = (Unbuildable, {})
+        with pytest.raises(StepFailed, match="RuntimeError: no memory for this one") as caught:
+            pipeline(NARROW, lambda: model, group=carrier)
+        assert caught.value.peer == NAMES[culprit]
+        assert "Unbuildable" in caught.value.traceback or "__init__" in caught.value.traceback
+        with pytest.raises(StepFailed, match="ValueError: no such rate") as caught:
+            pipeline(NARROW, lambda: models[carrier.rank], group=carrier, optimizer=make(carrier))
+        assert caught.value.peer == NAMES[culprit]
+        pipe = pipeline(NARROW, lambda: models[carrier.rank], group=carrier)
+        return pipe.step(*batches()[0][:2])
+
+    def make(carrier):
+        def made(parameters):
+            if carrier.rank == culprit:
+                raise ValueError("no such rate")
+            return torch.optim.Adam(parameters)
+
+        return made
+
+    losses, _ = alone(case(ALONE))
+    assert run_threads(3, act) == pytest.approx([losses[0]] * 3, rel=1e-9)
+
+
+def test_a_layer_that_asserts_in_the_rehearsal():
+    models = [[*layers()[:3], Asserting(), *layers()[4:]] for _ in range(3)]
+
+    def act(carrier):
+        pipe = pipeline(NARROW, lambda: models[carrier.rank], group=carrier)
+        with pytest.raises(PlanError, match=r"layer 3 .*AssertionError: one column is expected"):
+            pipe.step(*batches()[0][:2])
+        return pipe.num_steps
+
+    assert run_threads(3, act) == [0, 0, 0]
