@@ -230,7 +230,8 @@ def test_a_peer_that_gives_up_in_the_middle_of_a_step(zygote, at_any, what):
             assert errors[1].startswith(own), errors
 
 
-def test_the_command_that_goes_on(tmp_path, uninterrupted):
+@pytest.mark.parametrize("num_peers", [3, 2])
+def test_the_command_that_goes_on(tmp_path, uninterrupted, num_peers):
     """What `manyhands run` started says how; fewer copies then get where all would have got."""
     tests = Path(__file__).parents[1]
     paths = [str(tests.parent), str(tests.parent / "src")]
@@ -244,14 +245,14 @@ def test_the_command_that_goes_on(tmp_path, uninterrupted):
         )
 
     script = [str(tests / "stages" / "script.py"), str(tmp_path / "saved")]
-    died = run(["manyhands", "run", "-n", "3", "--min-peers", "3", *script], DIES="1 at 3")
+    before, after = (["-n", n, "--min-peers", n] for n in (str(num_peers), str(num_peers - 1)))
+    died = run(["manyhands", "run", *before, *script], DIES="1 at 3")
     assert died.returncode == 1, died.stderr
     (said,) = set(
         re.findall(r"to go on after step 2 with .* on a plan for them: (.*)", died.stderr)
     )
     command = shlex.split(said)
-    wanted = ["manyhands", "run", "-n", "2", "--min-peers", "2", "--resume", *script]
-    assert command == wanted
+    assert command == ["manyhands", "run", *after, "--resume", *script]
     resumed = run(command)
     assert resumed.returncode == 0, resumed.stderr
     for output, steps in ((died.stdout, [0, 1, 2]), (resumed.stdout, [2, 3, 4, 5])):
