@@ -272,6 +272,7 @@ def test_the_command_that_goes_on(tmp_path, uninterrupted, num_peers):
             {"MANYHANDS_AGAIN": "manyhands run -n 3 --resume train.py -n 3 --min-peers 3"},
             "manyhands run -n 2 --resume train.py -n 3 --min-peers 3",
         ),
+        ({"MANYHANDS_AGAIN": "make train"}, "make train"),
         # Some of them are elsewhere: nobody here knows which are left.
         (
             {"MANYHANDS_AGAIN": "manyhands run -n 1 --hub CODE --run r --resume train.py"},

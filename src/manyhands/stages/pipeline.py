@@ -438,11 +438,11 @@ def again(num_peers: int, environ: Mapping[str, str], arguments: Sequence[str]) 
     said = environ.get("MANYHANDS_AGAIN")
     if said is not None:
         words = shlex.split(said)
-        # `manyhands run` puts its own options before those of the script, and always says -n.
-        if words[words.index("-n") + 1] == str(num_peers):
-            for option in ("-n", "--min-peers"):
-                if option in words[: words.index("--resume")]:
-                    words[words.index(option) + 1] = left
+        # `manyhands run` puts its own options first, and --resume after them.
+        options = words[: words.index("--resume")] if "--resume" in words else []
+        if ["-n", str(num_peers)] in [options[i : i + 2] for i in range(len(options))]:
+            for option in {"-n", "--min-peers"} & {*options}:
+                words[words.index(option) + 1] = left
         return shlex.join(words)
     if environ.get("LOCAL_WORLD_SIZE") == str(num_peers):
         return shlex.join(["torchrun", "--nproc-per-node", left, *arguments])
