@@ -163,6 +163,7 @@ def test_each_copy_knows_the_run_and_its_name(launch, tmp_path):
     assert {e["MANYHANDS_NAME"] for e in environments} == {f"{host}-{i}" for i in range(3)}
     assert {e["MANYHANDS_RUN"] for e in environments} == {"shakes"}
     assert {e["MANYHANDS_MIN_PEERS"] for e in environments} == {"3"}
+    assert {e["MANYHANDS_WORLD_SIZE"] for e in environments} == {"3"}
     cores = len(os.sched_getaffinity(0))
     assert {e["OMP_NUM_THREADS"] for e in environments} == {str(max(1, cores // 3))}
     assert all(e["PYTHONUNBUFFERED"] == "1" for e in environments)
@@ -272,6 +273,7 @@ def test_one_that_joins_begins_when_it_is_there(launch):
         told = json.loads(lines[0])["env"]
         assert told["MANYHANDS_URL"] == hub.address.code()
         assert (told["MANYHANDS_RUN"], told["MANYHANDS_MIN_PEERS"]) == ("r", "1")
+        assert "MANYHANDS_WORLD_SIZE" not in told
     assert err == ""
 
 

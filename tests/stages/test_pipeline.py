@@ -1,6 +1,7 @@
 """What a user calls: steps, halves of steps, evaluation; inputs that cannot be used."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import manyhands as mh
 from manyhands.core.errors import UsageError
 from manyhands.core.plan import PlanError
+from manyhands.stages import part
 
 
 def layers(seed=0):
@@ -301,13 +303,21 @@ def test_weights_that_are_tied_on_one_peer_train_as_in_one_process():
     torch.testing.assert_close(models[0][0].bias, model[0].bias)
 
 
-def test_layers_are_built_alike_wherever_they_are():
+def test_layers_are_built_alike_wherever_they_are(monkeypatch):
     """From classes and arguments: the whole net is on no peer, and its values on no plan."""
     specs = [
         (nn.Linear, {"in_features": 4, "out_features": 8}, (32, 4)),
         (nn.ReLU, {}, (32, 8)),
         (nn.Linear, {"in_features": 8, "out_features": 2}, [(32, 8)]),
     ]
+
+    one_by_one, usual = threading.Lock(), part.build
+
+    def build(*args, **kwargs):
+        with one_by_one:  # threads have one random generator
+            return usual(*args, **kwargs)
+
+    monkeypatch.setattr(part, "build", build)
 
     def states(plan, size):
         def act(carrier):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -81,6 +82,14 @@ class Folder(Protocol):
 
     def clear(self, draft: str, manifest: str) -> None:
         """Remove a draft whose writer died, but neither one at work nor one with its manifest."""
+        ...
+
+    def folders(self) -> list[str]:
+        """The names of the folders in this one."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """A folder in this one, with all that is in it. One that is gone already is no error."""
         ...
 
 
@@ -213,6 +222,21 @@ class LocalFolder:
             finally:
                 os.close(file)
 
+    def folders(self) -> list[str]:
+        with _named(f"{self._path} cannot be listed"):
+            try:
+                with os.scandir(self._path) as entries:
+                    return [e.name for e in entries if e.is_dir(follow_symlinks=False)]
+            except FileNotFoundError:
+                return []
+
+    def drop(self, name: str) -> None:
+        with (
+            _named(f"{self._path / name} cannot be removed"),
+            suppress(FileNotFoundError),
+        ):
+            shutil.rmtree(self._path / name)
+
     def _part(self, name: str) -> Path:
         return self._path / f".{name}.part"
 
@@ -281,17 +305,19 @@ class UrlFolder:
         return f"{self._url}/{name}"
 
     def sizes(self) -> dict[str, int]:
+        return {
+            str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0)
+            for entry in self._entries()
+            if entry["type"] == "file"
+        }
+
+    def _entries(self) -> list[dict[str, Any]]:
         with _named(f"{self._url} cannot be listed"):
             self._system.invalidate_cache(self._path)  # others write there too
             try:
-                entries: list[dict[str, Any]] = self._system.ls(self._path, detail=True)
+                return self._system.ls(self._path, detail=True)
             except FileNotFoundError:
-                return {}
-        return {
-            str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0)
-            for entry in entries
-            if entry["type"] == "file"
-        }
+                return []
 
     @contextmanager
     def open(self, name: str) -> Generator[File]:
@@ -347,6 +373,17 @@ class UrlFolder:
             old = datetime.now(UTC) - touched > ABANDONED_AFTER
             if old and not self._system.exists(f"{self._path}/{manifest}"):
                 self._system.rm_file(path)
+
+    def folders(self) -> list[str]:
+        return [
+            str(entry["name"]).rstrip("/").rpartition("/")[2]
+            for entry in self._entries()
+            if entry["type"] == "directory"
+        ]
+
+    def drop(self, name: str) -> None:
+        with _named(f"{self.locate(name)} cannot be removed"), suppress(FileNotFoundError):
+            self._system.rm(f"{self._path}/{name}", recursive=True)
 
 
 class _UrlFile:

@@ -140,7 +140,7 @@ def run(
             output.event("run", run=run_name, code=None)
         if min_peers is not None and min_peers > number:
             output.say(f"{number} of the {min_peers} peers that begin the run start here")
-        setting = environment(url, run_name, number, min_peers or 1, resume=resume)
+        setting = environment(url, run_name, number, min_peers, resume=resume)
         setting["MANYHANDS_AGAIN"] = again(options, arguments)
         environments = {name: {**setting, "MANYHANDS_NAME": name} for name in names}
         outcome = launch([sys.executable, *arguments], environments, output, signals)
@@ -173,19 +173,23 @@ def again(options: Mapping[str, object], arguments: list[str]) -> str:
     return shlex.join(["manyhands", "run", *given, "--resume", *arguments])
 
 
-def environment(url: str, run: str, number: int, min_peers: int, *, resume: bool) -> dict[str, str]:
+def environment(
+    url: str, run: str, number: int, min_peers: int | None, *, resume: bool
+) -> dict[str, str]:
     """What a copy finds in its environment: it is not public, as a command line is."""
     # macOS knows no affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     share = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // number))} if number > 1 else {}
-    inherited = {key: value for key, value in os.environ.items() if key != "MANYHANDS_RESUME"}
+    own = ("MANYHANDS_RESUME", "MANYHANDS_WORLD_SIZE")
+    inherited = {key: value for key, value in os.environ.items() if key not in own}
     return {
         "PYTHONUNBUFFERED": "1",
         **share,
         **inherited,
         "MANYHANDS_URL": url,
         "MANYHANDS_RUN": run,
-        "MANYHANDS_MIN_PEERS": str(min_peers),
+        "MANYHANDS_MIN_PEERS": str(min_peers or 1),
+        **({} if min_peers is None else {"MANYHANDS_WORLD_SIZE": str(min_peers)}),
         **({"MANYHANDS_RESUME": "1"} if resume else {}),
     }
 

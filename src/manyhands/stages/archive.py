@@ -8,22 +8,26 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from manyhands.core.errors import CheckpointError
+from manyhands.core.address import redact
+from manyhands.core.errors import CheckpointError, UsageError
 from manyhands.core.plan import Plan
 from manyhands.stages.carrier import Carrier
 from manyhands.stages.errors import StepFailed
 from manyhands.stages.part import Part
 from manyhands.stages.saving import (
-    VERSION,
-    Index,
+    Save,
+    discard,
+    extra_of,
+    new_save,
+    prune,
     read_index,
     read_layers,
+    saves_in,
     shard_of,
-    steps_in,
     write_index,
     write_shard,
 )
-from manyhands.stages.vote import Failure, vote
+from manyhands.stages.vote import failure_of, vote
 
 log = logging.getLogger(__name__)
 
@@ -44,20 +48,27 @@ class Archive:
 
     def save(self, url: str, num_steps: int, extra: Mapping[str, Any], *, keep: int) -> None:
         """It counts once every stage's shard is written. Raises CheckpointError, on all peers."""
+        said = msgspec.json.encode(new_save(num_steps)) if self._me == 0 else None
+        save = msgspec.json.decode(self._carrier.say(said, 0), type=Save)
         shards = tuple(shard_of(self._plan, stage) for stage in self._plan.stages)
 
         def write_own() -> None:
             for stage in self._plan.stages:
                 if stage.lead == self._me:
                     tree = self._part.state_of(stage)
-                    write_shard(url, shards[stage.index], num_steps, tree, keep=keep)
+                    write_shard(url, save, shards[stage.index], tree)
 
         def finish() -> None:
             if self._me == 0:
-                write_index(url, Index(VERSION, num_steps, shards, dict(extra)), keep=keep)
+                write_index(url, save, shards, extra)
 
-        self._together(write_own)
-        self._together(finish)
+        try:
+            self._together(write_own)
+            self._together(finish)
+        except CheckpointError:
+            self._tidy(lambda: discard(url, save))
+            raise
+        self._tidy(lambda: prune(url, save, keep=keep))
 
     def load(self, url: str) -> Resumed | None:
         """The newest checkpoint that is whole for all peers, made by any plan; None: there is none.
@@ -65,49 +76,60 @@ class Archive:
         A broken one is named, and the one before it used. Raises CheckpointError when all are.
         """
         names = [layer.name for layer in self._part.layers()]
-        found: dict[int, tuple[Index, dict[str, Any]]] = {}
+        found: dict[Save, tuple[Resumed, dict[str, Any]]] = {}
         broken: CheckpointError | None = None
-        for num_steps in self._candidates(url):
+        for save in self._candidates(url):
 
-            def read(number: int = num_steps) -> None:
-                index = read_index(url, number)
-                found[number] = index, read_layers(url, index, names)
+            def read(save: Save = save) -> None:
+                index = read_index(url, save)
+                states = read_layers(url, save, index, names)
+                self._part.check_fit(states)
+                found[save] = Resumed(index.num_steps, extra_of(index)), states
 
             try:
                 self._together(read)
             except CheckpointError as error:
-                log.warning("the checkpoint of step %d is passed over: %s", num_steps, error)
-                broken = error
+                log.warning("the checkpoint of step %d is passed over: %s", save.num_steps, error)
+                broken = broken or error
                 continue
-            index, states = found[num_steps]
-            self._together(lambda own=states: self._part.restore(own))
-            return Resumed(index.num_steps, index.extra)
+            resumed, states = found[save]
+            self._part.restore(states)
+            return resumed
         if broken is not None:
             raise CheckpointError(
-                f"no checkpoint in {url} can be read: {broken.message}", hint=broken.hint
+                f"no checkpoint in {redact(url)} can be read: {broken.message}", hint=broken.hint
             )
         return None
 
-    def _candidates(self, url: str) -> list[int]:
+    def _candidates(self, url: str) -> list[Save]:
         """As the first peer sees them."""
-        seen: list[int] = []
+        seen: list[Save] = []
 
         def look() -> None:
             if self._me == 0:
-                seen.extend(steps_in(url))
+                seen.extend(saves_in(url))
 
         self._together(look)
         said = msgspec.json.encode(seen) if self._me == 0 else None
-        return msgspec.json.decode(self._carrier.say(said, 0), type=list[int])
+        return msgspec.json.decode(self._carrier.say(said, 0), type=list[Save])
 
     def _together(self, act: Callable[[], None]) -> None:
-        """Raises CheckpointError on all peers if it did on one."""
+        """Raises CheckpointError on all peers if one's act failed."""
         failure = None
         try:
             act()
-        except CheckpointError as error:
-            failure = Failure(error.message, "", error.hint)
+        except Exception as error:  # noqa: BLE001  (told to everybody)
+            failure = failure_of(error)
         try:
             vote(self._carrier, self._plan.peers, failure=failure, loss=0.0, squares=0.0)
         except StepFailed as failed:
             raise CheckpointError(failed.message, hint=failed.hint) from None
+
+    def _tidy(self, act: Callable[[], None]) -> None:
+        """On the first peer, after all have done their part; what stays there takes room only."""
+        if self._me != 0:
+            return
+        try:
+            act()
+        except (CheckpointError, UsageError) as error:
+            log.warning("what is of no use any more stays: %s", error.message)

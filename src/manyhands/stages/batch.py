@@ -93,7 +93,10 @@ def _count(what: str, tensor: Tensor) -> int:
 
 
 class Batch:
-    """The tensors that this peer was given, a microbatch's rows at a time."""
+    """The tensors that this peer was given, a microbatch's rows at a time.
+
+    They are looked at when they are needed: what is wrong with them is a failure of the step.
+    """
 
     def __init__(
         self,
@@ -107,8 +110,8 @@ class Batch:
         self._device = device
         self.num_rows = opening.num_rows
         self.microbatches = cut_batch(opening.num_rows, num_microbatches)
-        self._inputs = named_inputs(inputs, extra)
-        self._targets = named_targets(targets)
+        self._given = opening.given
+        self._inputs, self._extra, self._targets = inputs, extra, targets
         self.single_target = targets is None or isinstance(targets, Tensor)
 
     @property
@@ -117,25 +120,38 @@ class Batch:
         return tuple(len(span) for span in self.microbatches)
 
     def inputs(self, microbatch: int, rows: Rows) -> dict[str, Tensor]:
-        """By name, for the first stage. Raises UsageError when this peer was given none."""
-        if not self._inputs:
+        """By name, for the first stage. Raises UsageError."""
+        if self._inputs is None:
             raise UsageError("this peer is in the first stage and was given no inputs", hint=_GIVE)
-        return self._cut(self._inputs, microbatch, rows)
+        parts, _ = _parts("the input", self._inputs)
+        wanted = [name for name, _ in self._given.extra]
+        if len(parts) != len(self._given.carried) or sorted(self._extra or {}) != sorted(wanted):
+            raise UsageError(
+                "this peer was given other inputs than the first one of its stage",
+                hint="every peer of the first stage passes the whole batch to step()",
+            )
+        return self._cut("input", named_inputs(parts, self._extra), microbatch, rows)
 
     def targets(self, microbatch: int, rows: Rows) -> dict[str, Tensor]:
-        """By name, for whoever has them."""
-        return self._cut(self._targets, microbatch, rows)
+        """By name, for whoever has them. Raises UsageError."""
+        if self._targets is None:
+            return {}
+        parts, _ = _parts("the target", self._targets)
+        return self._cut("target", named_targets(parts), microbatch, rows)
 
-    def _cut(self, tensors: Mapping[str, Tensor], microbatch: int, rows: Rows) -> dict[str, Tensor]:
+    def _cut(
+        self, what: str, tensors: Mapping[str, Tensor], microbatch: int, rows: Rows
+    ) -> dict[str, Tensor]:
+        for name, tensor in tensors.items():
+            if tensor.dim() == 0 or len(tensor) != self.num_rows:
+                said = f"the {what}" if name.startswith("#") else f"extra input {name!r}"
+                raise UsageError(
+                    f"{said} has shape {tuple(tensor.shape)} where the batch has {self.num_rows} "
+                    "rows",
+                    hint="every peer that passes tensors to a step passes a whole batch, the same",
+                )
         start = self.microbatches[microbatch].start
         span = slice(start + rows.start, start + rows.end)
-        for tensor in tensors.values():
-            if len(tensor) != self.num_rows:
-                raise UsageError(
-                    f"this peer was given a tensor of shape {tuple(tensor.shape)} for a batch of "
-                    f"{self.num_rows} rows",
-                    hint="all peers pass the whole batch: each takes its rows of it",
-                )
         return {name: tensor[span].to(self._device) for name, tensor in tensors.items()}
 
 

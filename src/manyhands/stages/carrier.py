@@ -6,14 +6,15 @@ it was sent, so nothing needs a tag: NCCL has none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core.errors import UsageError
+from manyhands.core.errors import LinkBroken, UsageError
 
 _HEAD_BYTES = 512
 
@@ -27,7 +28,7 @@ class Pending(Protocol):
 
 
 class Carrier(Protocol):
-    """The seam between the runtime and a transport."""
+    """The seam between the runtime and a transport. A link that has failed is a LinkError."""
 
     rank: int
     size: int
@@ -55,6 +56,13 @@ class Carrier(Protocol):
 
     def say(self, words: bytes | None, root: int) -> bytes:
         """What `root` says to everybody; the others pass None."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """This peer cannot go on: the others hear why, if there is a way to tell them.
+
+        Else they hear of it when this process ends.
+        """
         ...
 
 
@@ -103,35 +111,40 @@ class GroupCarrier:
                     hint="call init_process_group for these peers, and pass no group",
                 )
             return part_of(ranks)
-        return dist.new_group(list(ranks))  # pyright: ignore[reportUnknownMemberType]
+        with _linked():
+            return dist.new_group(list(ranks))  # pyright: ignore[reportUnknownMemberType]
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         tensor = tensor.detach().contiguous()
         if self._staged:
             tensor = tensor.cpu()
         line = self._lines.get((self.rank, to))
-        if line is not None:
-            return _Kept(line.send([tensor], _other(self.rank, to), 0), tensor)
-        return _Kept(self._group.send([tensor], to, 0), tensor)
+        with _linked():
+            if line is not None:
+                return _Kept(line.send([tensor], _other(self.rank, to), 0), tensor)
+            return _Kept(self._group.send([tensor], to, 0), tensor)
 
     def receive(self, tensor: Tensor, sender: int) -> Pending:
         target = torch.empty_like(tensor, device="cpu") if self._staged else tensor
         line = self._lines.get((sender, self.rank))
-        if line is not None:
-            return _Kept(line.recv([target], _other(self.rank, sender), 0), target)
-        work = self._group.recv([target], sender, 0)
+        with _linked():
+            if line is not None:
+                return _Kept(line.recv([target], _other(self.rank, sender), 0), target)
+            work = self._group.recv([target], sender, 0)
         return _Staged(work, target, tensor) if self._staged else _Kept(work, target)
 
     def sum(self, tensor: Tensor, peers: Sequence[int]) -> Pending:
         target = tensor.cpu() if self._staged else tensor
-        work = self._groups[_key(peers)].allreduce([target])
+        with _linked():
+            work = self._groups[_key(peers)].allreduce([target])
         return _Staged(work, target, tensor) if self._staged else _Kept(work, target)
 
     def spread(self, tensor: Tensor, root: int, peers: Sequence[int]) -> Pending:
         target = tensor.cpu() if self._staged else tensor
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = _key(peers).index(root), 0
-        work = self._groups[_key(peers)].broadcast([target], options)
+        with _linked():
+            work = self._groups[_key(peers)].broadcast([target], options)
         return _Staged(work, target, tensor) if self._staged else _Kept(work, target)
 
     def say(self, words: bytes | None, root: int) -> bytes:
@@ -157,8 +170,14 @@ class GroupCarrier:
         tensor = tensor.to(self.words_on)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        self._group.broadcast([tensor], options).wait()
+        with _linked():
+            self._group.broadcast([tensor], options).wait()
         return bytes(cast("list[int]", tensor.tolist()))  # pyright: ignore[reportUnknownMemberType]
+
+    def give_up(self, reason: str) -> None:
+        tell = getattr(self._group, "give_up", None)  # torch's own groups have no such thing
+        if tell is not None:
+            tell(reason)
 
 
 class AloneCarrier:
@@ -185,6 +204,19 @@ class AloneCarrier:
         assert words is not None
         return words
 
+    def give_up(self, reason: str) -> None:
+        pass
+
+
+@contextmanager
+def _linked() -> Generator[None]:
+    """What a backend raises is about the link; gloo's errors are plain RuntimeErrors."""
+    try:
+        yield
+    except RuntimeError as error:
+        text, _, _ = str(error).partition("\nhint: ")  # whoever runs a plan has a better one
+        raise LinkBroken(text) from error
+
 
 def _key(peers: Sequence[int]) -> tuple[int, ...]:
     """torch sorts the ranks of a group."""
@@ -208,7 +240,8 @@ class _Kept:
         self._work, self._tensor = work, tensor
 
     def wait(self) -> None:
-        self._work.wait()
+        with _linked():
+            self._work.wait()
 
 
 class _Staged:
@@ -218,6 +251,7 @@ class _Staged:
         self._work, self._source, self._target = work, source, target
 
     def wait(self) -> None:
-        self._work.wait()
+        with _linked():
+            self._work.wait()
         with torch.no_grad():
             self._target.copy_(self._source)

@@ -17,7 +17,8 @@ from manyhands.stages.gradients import Shared, unique
 from manyhands.stages.layers import Model, Running, Spec, build, specs_of
 from manyhands.stages.moves import rows_at
 from manyhands.stages.runner import Runner
-from manyhands.stages.saving import restore, state_of
+from manyhands.stages.saving import check_fit, restore, state_of
+from manyhands.stages.vote import together
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -42,7 +43,9 @@ class Part:
                 "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
             )
         self._plan, self._me = plan, carrier.rank
-        self.runners = _build(specs_of(model), plan, carrier.rank, device, seed)
+        self.runners = together(
+            carrier, plan, lambda: _build(specs_of(model), plan, carrier.rank, device, seed)
+        )
         wide = [stage for stage in plan.stages if len(stage.peers) > 1]
         carrier.prepare([stage.peers for stage in wide], _pairs(plan))
         self._shared: dict[int, Shared] = {}
@@ -57,7 +60,8 @@ class Part:
             shared.equalize()
         self._parameters = unique(p for layer in self.layers() for p in layer.module.parameters())
         trained = [p for p in self._parameters if p.requires_grad]
-        self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        make = optimizer if trained else None
+        self.optimizer = together(carrier, plan, lambda: None if make is None else make(trained))
 
     def layers(self) -> Iterator[Running]:
         """In order."""
@@ -113,8 +117,12 @@ class Part:
         layers = self.runners[stage.index].layers
         return {layer.name: state_of(layer, self.optimizer) for layer in layers}
 
+    def check_fit(self, states: Mapping[str, Any]) -> None:
+        """Whether that can be restored. Raises CheckpointError."""
+        check_fit(self.layers(), states)
+
     def restore(self, states: Mapping[str, Any]) -> None:
-        """What `state_of` gave, of all its layers. Raises CheckpointError."""
+        """What `state_of` gave, of all its layers, and fits."""
         restore(self.layers(), states, self.optimizer)
 
 

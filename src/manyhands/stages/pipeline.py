@@ -13,6 +13,7 @@ targets; whoever passes neither follows.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -26,12 +27,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands.core.address import redact
-from manyhands.core.errors import LinkError, UsageError
+from manyhands.core.errors import CheckpointError, LinkError, UsageError
 from manyhands.core.plan import Plan, PlanError
 from manyhands.stages.archive import Archive
 from manyhands.stages.batch import Batch, Opening, Tensors, opening_of
 from manyhands.stages.carrier import Carrier, carrier_for
-from manyhands.stages.errors import PlanBroken
+from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.layers import Model, Running
 from manyhands.stages.mail import Mail
 from manyhands.stages.moves import Rows, rows_at
@@ -89,6 +90,7 @@ class Pipeline:
         self._tables: dict[tuple[Given, bool, bool], Table] = {}
         self._courses: dict[tuple[Any, ...], _Course] = {}
         self._half: tuple[Step, Batch, _Course] | None = None  # a forward without its backward
+        self._broken: str | None = None  # why nothing goes on
         with self._carrying():
             self._part = Part(
                 model,
@@ -189,7 +191,7 @@ class Pipeline:
     def backward(self, gradients: Tensor | tuple[Tensor, ...] | None = None) -> None:
         """The second half: the gradients of what `forward` returned here, if it returned anything.
 
-        Gradients of parameters add up until `apply`.
+        Gradients of parameters add up until `apply`; StepFailed drops them all.
         """
         if self._half is None:
             raise UsageError("backward() without a forward()", hint="call forward(inputs) first")
@@ -201,7 +203,13 @@ class Pipeline:
                 self._cutter(batch, course, gradients),
             )
             step.finish()
-            self._vote(step, 0.0)
+            try:
+                self._vote(step, 0.0)
+            except StepFailed:
+                self._part.zero()  # some peers have added theirs, some have not
+                raise
+            finally:
+                self._forget()
 
     def apply(self) -> None:
         """The optimizer's step with the gradients that `backward` has made, then none are left."""
@@ -213,10 +221,13 @@ class Pipeline:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self, url: str, extra: Mapping[str, Any] | None = None, *, keep: int = 3) -> None:
-        """Write a checkpoint to a folder or URL; all peers call it. The newest `keep` stay.
+        """Write a checkpoint to a folder or URL that all peers reach; all peers call it.
 
-        `extra` is plain data, of the first peer. Raises CheckpointError, on all peers.
+        The newest `keep` stay. `extra` is plain data, of the first peer. Raises CheckpointError, on
+        all peers; the run can go on.
         """
+        if keep < 1:
+            raise UsageError(f"keep={keep} checkpoints", hint="at least one, the newest")
         with self._carrying():
             self._archive.save(url, self.num_steps, extra or {}, keep=keep)
             self._saved = url, self.num_steps
@@ -310,8 +321,10 @@ class Pipeline:
             squares = self._squares()
         try:
             loss, squares = self._vote(step, squares)
-        except BaseException:
+        except StepFailed:
             self._forget()
+            if apply:
+                self._part.zero()
             raise
         if not keep:
             self._forget()
@@ -365,15 +378,38 @@ class Pipeline:
 
     @contextmanager
     def _carrying(self) -> Generator[None]:
-        """What a carrier raises ends the plan."""
+        """What ends this peer's part in the middle of something ends the plan, for all peers.
+
+        Errors that all peers have heard of, at a vote or an opening, end nothing.
+        """
+        if self._broken is not None:
+            raise PlanBroken(self._broken, hint=self._again())
         try:
             yield
-        except (dist.DistError, LinkError) as error:
-            said = str(error).partition("\nhint: ")[0]  # a backend's own says less than ours
-            raise PlanBroken(said, hint=self._again()) from error
+        except (StepFailed, CheckpointError, UsageError):
+            raise
+        except LinkError as error:
+            raise self._break(error.message) from error
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}".removesuffix(": ")
+            broken = self._break(f"peer {self.plan.peers[self.me]} gave up: {said}")
+            self._carrier.give_up(f"{said} on peer {self.plan.peers[self.me]}")
+            if isinstance(error, Exception):
+                raise broken from error
+            raise  # Ctrl-C, or the end of the program
+
+    def _break(self, reason: str) -> PlanBroken:
+        # Links speak of ranks: which peers of the plan are these?
+        ranks = {int(rank) for rank in re.findall(r"\brank (\d+) \(", reason)}
+        names = {
+            rank: self.plan.peers[rank] for rank in sorted(ranks) if rank < len(self.plan.peers)
+        }
+        legend = ", ".join(f"rank {rank} is peer {name}" for rank, name in names.items())
+        self._broken = reason = f"{reason} ({legend})" if legend else reason
+        return PlanBroken(reason, hint=self._again())
 
     def _again(self) -> str:
-        command = again(len(self.plan.peers) - 1, os.environ, sys.argv)
+        command = again(len(self.plan.peers), os.environ, sys.argv)
         if self._saved is None:
             return f"nothing was saved; to start anew with the peers that are left: {command}"
         url, num_steps = self._saved
@@ -408,14 +444,24 @@ def _check_size(plan: Plan, size: int) -> None:
 
 
 def again(num_peers: int, environ: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """The command that starts this program once more, with so many peers if it says how many."""
+    """The command that starts this program once more, for one peer less than these.
+
+    Of a launcher that started only some of them nobody here knows which are left: its command is
+    said as it was, for the machines that are.
+    """
+    left = str(max(1, num_peers - 1))
     said = environ.get("MANYHANDS_AGAIN")
-    if said is None:
-        return shlex.join(["python", *arguments])
-    words = shlex.split(said)
-    if "-n" in words[:-1]:
-        words[words.index("-n") + 1] = str(max(1, num_peers))
-    return shlex.join(words)
+    if said is not None:
+        words = shlex.split(said)
+        # `manyhands run` puts its own options first, and --resume after them.
+        options = words[: words.index("--resume")] if "--resume" in words else []
+        if ["-n", str(num_peers)] in [options[i : i + 2] for i in range(len(options))]:
+            for option in {"-n", "--min-peers"} & {*options}:
+                words[words.index(option) + 1] = left
+        return shlex.join(words)
+    if environ.get("LOCAL_WORLD_SIZE") == str(num_peers):
+        return shlex.join(["torchrun", "--nproc-per-node", left, *arguments])
+    return shlex.join(["python", *arguments])
 
 
 def _forwards(order: Sequence[Action]) -> list[Action]:

@@ -23,9 +23,6 @@ from manyhands.stages.runner import Runner, preserved
 from manyhands.stages.values import Given, Kind, Rehearsed, Table, tabulate
 from manyhands.stages.variables import INPUTS, Scope, VariableError, scoped
 
-# What a layer raises about an input that it cannot take.
-_UNFIT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
-
 
 def rehearse(
     plan: Plan,
@@ -75,14 +72,12 @@ class _Trial:
         with preserved(self._runner.modules()), forked(self._device):
             try:
                 return self._attempt(carried, single, known, givers, copied=False)
-            except RuntimeError as error:
-                if "in-place" not in str(error):
+            except Exception as error:  # noqa: BLE001  (told to everybody)
+                if "in-place" not in str(error) or not isinstance(error, RuntimeError):
                     return self._wrong(error)
-            except (UsageError, *_UNFIT) as error:
-                return self._wrong(error)
             try:  # a layer writes into what it is given, which is not its own
                 return self._attempt(carried, single, known, givers, copied=True)
-            except (UsageError, *_UNFIT) as error:
+            except Exception as error:  # noqa: BLE001  (told to everybody)
                 return self._wrong(error)
 
     def _attempt(

@@ -1,102 +1,187 @@
 """Saving: a plan's state, each stage's written by its first peer, readable by any other plan.
 
-    stage-0000-0003/round-...            parameters and optimizer state of layers 0 to 2
-    stage-0003-0007/round-...            ... of layers 3 to 6
-    steps-000000000120.json              written last: from here on the checkpoint counts
+    steps-000000000120-18a7...c3/0000-0003/    parameters and optimizer state of layers 0 to 2
+    steps-000000000120-18a7...c3/0003-0007/    ... of layers 3 to 6
+    steps-000000000120-18a7...c3.json          written last: from here on the checkpoint counts
 
-Everything is kept by layer and parameter, so it can be cut anew for other peers.
+Everything is kept by layer and parameter, so it can be cut anew for other peers. Each save has a
+folder of its own: shards of one can never be taken for those of another, not even of the same step,
+and what an older one has stays until a newer one counts.
 """
 
 from __future__ import annotations
 
-import logging
 import re
+import secrets
+import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import xxhash
+from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.checkpoint.folder import open_folder
+from manyhands.checkpoint.folder import Folder, open_folder
 from manyhands.checkpoint.store import Checkpoint, Store
-from manyhands.core.errors import CheckpointError
+from manyhands.checkpoint.tree import flatten, unflatten
+from manyhands.core.errors import CheckpointError, UsageError, WireError
 from manyhands.core.plan import Plan, Stage
 from manyhands.stages.layers import Running
 
-log = logging.getLogger(__name__)
-
-_NAME = re.compile(r"steps-(\d{12,18})\.json")
+_NAME = re.compile(r"steps-(\d{12,18})-([0-9a-f]{24})")
 VERSION = 1
 
 
-class Shard(msgspec.Struct, frozen=True):
-    """The layers [first, end), by name, and the folder that they are in."""
+class Save(msgspec.Struct, frozen=True, order=True):
+    """One save. They sort by age: by steps, then by when they were begun."""
 
-    folder: str
+    num_steps: int
+    token: str
+
+    @property
+    def folder(self) -> str:
+        """Where its shards are."""
+        return f"steps-{self.num_steps:012}-{self.token}"
+
+    @property
+    def index(self) -> str:
+        """The file that is written last."""
+        return f"{self.folder}.json"
+
+
+def new_save(num_steps: int) -> Save:
+    """Under a name that nobody else uses."""
+    return Save(num_steps, f"{time.time_ns():016x}{secrets.token_hex(4)}")
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """The layers [first, end), and their names."""
+
+    first: int
+    end: int
     layers: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        """Its own, in that of the save."""
+        return f"{self.first:04}-{self.end:04}"
 
 
 class Index(msgspec.Struct, frozen=True):
-    """What makes the shards of one step a checkpoint."""
+    """What makes the shards of one save a checkpoint; `extra` is a tree as JSON."""
 
-    manyhands_stages: int
     num_steps: int
     shards: tuple[Shard, ...]
-    extra: dict[str, Any]
+    extra: Any
+
+
+class _Written(msgspec.Struct):
+    manyhands_stages: int  # the version of the format
+    digest: str  # xxh3-128 of the index as it is written
+    index: msgspec.Raw
 
 
 def shard_of(plan: Plan, stage: Stage) -> Shard:
     """Where a stage's state goes."""
     names = tuple(layer.name for layer in plan.layers[stage.first : stage.end])
-    return Shard(f"stage-{stage.first:04}-{stage.end:04}", names)
+    return Shard(stage.first, stage.end, names)
 
 
-def write_shard(
-    url: str, shard: Shard, num_steps: int, tree: Mapping[str, Any], *, keep: int
-) -> None:
+def write_shard(url: str, save: Save, shard: Shard, tree: Mapping[str, Any]) -> None:
     """Raises CheckpointError."""
-    store = Store(f"{url}/{shard.folder}", keep=keep)
     about = {"layers": list(shard.layers)}
-    store.save(Checkpoint(round=num_steps, chain=b"", about=about, tree=dict(tree)))
+    checkpoint = Checkpoint(round=save.num_steps, chain=b"", about=about, tree=dict(tree))
+    _store(url, save, shard).save(checkpoint)
 
 
-def write_index(url: str, index: Index, *, keep: int) -> None:
-    """After all shards: from here on the checkpoint counts. Raises CheckpointError."""
+def write_index(url: str, save: Save, shards: tuple[Shard, ...], extra: Mapping[str, Any]) -> None:
+    """After all shards: from here on the checkpoint counts. Raises CheckpointError; UsageError for
+    an `extra` that cannot be saved.
+    """
+    flat = flatten(dict(extra), "extra")
+    if flat.tensors:
+        raise UsageError(f"{flat.names[0]} is a tensor", hint="extra is for plain data")
+    text = msgspec.json.encode(Index(save.num_steps, shards, flat.shape))
+    written = _Written(VERSION, xxhash.xxh3_128_hexdigest(text), msgspec.Raw(text))
+    open_folder(url).put(save.index, msgspec.json.encode(written))
+
+
+def saves_in(url: str) -> list[Save]:
+    """Those that count, newest first. Raises CheckpointError."""
+    return _saves_in(open_folder(url))
+
+
+def _saves_in(folder: Folder) -> list[Save]:
+    names = [name.removesuffix(".json") for name in folder.sizes() if name.endswith(".json")]
+    return sorted(_parsed(names), reverse=True)
+
+
+def _parsed(names: Iterable[str]) -> list[Save]:
+    return [Save(int(m[1]), m[2]) for m in map(_NAME.fullmatch, names) if m]
+
+
+def prune(url: str, own: Save, *, keep: int) -> None:
+    """Remove all but the newest save of each of the newest `keep` steps, and what saves that broke
+    off have left; never `own`. Raises CheckpointError.
+    """
     folder = open_folder(url)
-    folder.put(f"steps-{index.num_steps:012}.json", msgspec.json.encode(index))
-    for num_steps in _steps_in(folder.sizes())[keep:]:
-        folder.remove(f"steps-{num_steps:012}.json")
+    newest: dict[int, Save] = {}
+    saves = _saves_in(folder)
+    for save in saves:
+        newest.setdefault(save.num_steps, save)
+    kept = {own, *list(newest.values())[:keep]}
+    for save in saves:
+        if save not in kept:
+            folder.remove(save.index)  # first, so that none counts without its shards
+    for save in _parsed(folder.folders()):
+        if save not in kept:
+            folder.drop(save.folder)
 
 
-def steps_in(url: str) -> list[int]:
-    """Of the checkpoints that are there, newest first. Raises CheckpointError."""
-    return _steps_in(open_folder(url).sizes())
+def discard(url: str, save: Save) -> None:
+    """A save that did not come about: its shards take room. Raises CheckpointError."""
+    open_folder(url).drop(save.folder)
 
 
-def _steps_in(names: Iterable[str]) -> list[int]:
-    return sorted((int(m[1]) for m in map(_NAME.fullmatch, names) if m), reverse=True)
-
-
-def read_index(url: str, num_steps: int) -> Index:
+def read_index(url: str, save: Save) -> Index:
     """Raises CheckpointError."""
     folder = open_folder(url)
-    name = f"steps-{num_steps:012}.json"
-    with folder.open(name) as file:
-        text = file.read(1 << 24)
+    place = folder.locate(save.index)
+    text = bytearray()
+    with folder.open(save.index) as file:
+        while piece := file.read(1 << 20):
+            text += piece
     try:
-        index = msgspec.json.decode(text, type=Index)
+        written = msgspec.json.decode(text, type=_Written)
+        if written.manyhands_stages > VERSION:
+            raise CheckpointError(
+                f"{place} is of format {written.manyhands_stages}, this release reads up to "
+                f"{VERSION}",
+                hint="update manyhands",
+            )
+        if xxhash.xxh3_128_hexdigest(bytes(written.index)) != written.digest:
+            raise CheckpointError(f"{place} was changed: its digest is another")
+        index = msgspec.json.decode(written.index, type=Index)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise CheckpointError(f"{folder.locate(name)} cannot be read: {error}") from None
-    if index.manyhands_stages > VERSION:
-        raise CheckpointError(
-            f"{folder.locate(name)} is of format {index.manyhands_stages}, this release reads up "
-            f"to {VERSION}",
-            hint="update manyhands",
-        )
+        raise CheckpointError(f"{place} cannot be read: {error}") from None
+    if index.num_steps != save.num_steps:
+        raise CheckpointError(f"{place} says that it is of step {index.num_steps}")
     return index
 
 
-def read_layers(url: str, index: Index, names: Iterable[str]) -> dict[str, Any]:
+def extra_of(index: Index) -> dict[str, Any]:
+    """Raises CheckpointError."""
+    try:
+        extra = unflatten(index.extra, [])
+    except WireError as error:
+        raise CheckpointError(f"what was saved as extra cannot be read: {error}") from None
+    if not isinstance(extra, dict):
+        raise CheckpointError("what was saved as extra is no dict")
+    return cast("dict[str, Any]", extra)
+
+
+def read_layers(url: str, save: Save, index: Index, names: Iterable[str]) -> dict[str, Any]:
     """The state of these layers, by name. Raises CheckpointError."""
     wanted = dict.fromkeys(names)
     found: dict[str, Any] = {}
@@ -104,20 +189,27 @@ def read_layers(url: str, index: Index, names: Iterable[str]) -> dict[str, Any]:
         own = [name for name in shard.layers if name in wanted]
         if not own:
             continue
-        came = Store(f"{url}/{shard.folder}").load(index.num_steps)
+        came = _store(url, save, shard).load(save.num_steps)
+        place = open_folder(url).locate(f"{save.folder}/{shard.folder}")
         if came.checkpoint is None:
             reasons = "; ".join(broken.reason for broken in came.broken) or "it is missing"
-            raise CheckpointError(
-                f"step {index.num_steps}: {shard.folder} in {url} cannot be read: {reasons}"
-            )
-        found |= {name: came.checkpoint.tree[name] for name in own}
+            raise CheckpointError(f"{place} cannot be read: {reasons}")
+        tree = came.checkpoint.tree
+        if not isinstance(tree, dict) or not all(name in tree for name in own):
+            raise CheckpointError(f"{place} has not the layers that {save.index} says")
+        found |= {name: cast("dict[str, Any]", tree)[name] for name in own}
     missing = [name for name in wanted if name not in found]
     if missing:
         raise CheckpointError(
-            f"the checkpoint of step {index.num_steps} in {url} has no layer {missing[0]!r}",
+            f"the checkpoint of step {index.num_steps} in {open_folder(url).locate(save.index)} "
+            f"has no layer {missing[0]!r}",
             hint=f"it has: {', '.join(n for shard in index.shards for n in shard.layers)}",
         )
     return found
+
+
+def _store(url: str, save: Save, shard: Shard) -> Store:
+    return Store(f"{url.rstrip('/')}/{save.folder}/{shard.folder}")
 
 
 def state_of(layer: Running, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -140,17 +232,45 @@ def _groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     return found
 
 
+def check_fit(layers: Iterable[Running], states: Mapping[str, Any]) -> None:
+    """Whether a saved state can be put in its place, before anything is. Raises CheckpointError."""
+    for layer in layers:
+        state = states[layer.name]
+        if not isinstance(state, dict) or set(cast("dict[str, Any]", state)) != _KEPT:
+            raise CheckpointError(f"what was saved for {layer.said} is no layer's state")
+        saved = cast("dict[str, Any]", state["module"])
+        here = layer.module.state_dict()
+        for name in [*here, *saved]:
+            if name not in saved or name not in here:
+                where = "saved" if name in saved else "here"
+                what = f"{name} is only {where}"
+            elif _form(saved[name]) != _form(here[name]):
+                what = f"{name} was saved as {_form(saved[name])}, here it is {_form(here[name])}"
+            else:
+                continue
+            raise CheckpointError(
+                f"{layer.said} is another one than was saved: {what}",
+                hint="build the model that was saved, or name another place for its checkpoints",
+            )
+
+
+_KEPT = {"module", "optimizer", "settings"}
+
+
+def _form(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
 def restore(
     layers: Iterable[Running], states: Mapping[str, Any], optimizer: Optimizer | None
 ) -> None:
-    """Put a saved state in its place. Raises CheckpointError for what does not fit."""
+    """Put a saved state that fits in its place."""
     kept: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     for layer in layers:
         state = states[layer.name]
-        try:
-            layer.module.load_state_dict(state["module"])
-        except RuntimeError as error:
-            raise CheckpointError(f"{layer.said} is another one than was saved: {error}") from None
+        layer.module.load_state_dict(state["module"])
         for name, parameter in layer.module.named_parameters():
             if name in state["optimizer"]:
                 kept[id(parameter)] = state["optimizer"][name], state["settings"][name]

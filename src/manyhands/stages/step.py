@@ -6,7 +6,6 @@ has given up, and all hear at the vote what went wrong.
 
 from __future__ import annotations
 
-import traceback as tracebacks
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.core.errors import ManyhandsError, UsageError
+from manyhands.core.errors import UsageError
 from manyhands.core.plan import Plan
 from manyhands.stages.batch import Batch
 from manyhands.stages.chance import forked
@@ -24,7 +23,7 @@ from manyhands.stages.runner import LOSS, Runner, Seeds
 from manyhands.stages.schedule import Action
 from manyhands.stages.traffic import Message, Traffic
 from manyhands.stages.values import Table, Value, carried_name, target_name
-from manyhands.stages.vote import Failure
+from manyhands.stages.vote import Failure, failure_of
 
 LossFn = Callable[[Any, Any], Tensor]
 _ONE_NUMBER = "a loss function returns one number, a tensor"
@@ -83,14 +82,9 @@ class Step:
 
     def fail(self, error: Exception, action: Action | None) -> None:
         """Note the first error."""
-        if self.failure is not None:
-            return
-        text = "".join(tracebacks.format_exception(error))
-        if isinstance(error, ManyhandsError):
-            self.failure = Failure(error.message, text, error.hint, action)
-        else:
+        if self.failure is None:
             at = "before the step" if action is None else f"in {self._said(action)}"
-            self.failure = Failure(f"{type(error).__name__}: {error} ({at})", text, None, action)
+            self.failure = failure_of(error, action, at)
 
     def _said(self, action: Action) -> str:
         stage = self._stages[action.stage]

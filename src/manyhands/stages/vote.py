@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+import traceback as tracebacks
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 import torch
 
+from manyhands.core.errors import ManyhandsError
+from manyhands.core.plan import Plan
 from manyhands.stages.carrier import Carrier
 from manyhands.stages.errors import StepFailed
 from manyhands.stages.schedule import Action
+
+T = TypeVar("T")
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -19,6 +25,14 @@ class Failure(msgspec.Struct, frozen=True):
     traceback: str
     hint: str | None = None
     action: Action | None = None
+
+
+def failure_of(error: Exception, action: Action | None = None, at: str = "") -> Failure:
+    """To be told to everybody; an error of ours speaks for itself, another one is said where."""
+    text = "".join(tracebacks.format_exception(error))
+    if isinstance(error, ManyhandsError):
+        return Failure(error.message, text, error.hint, action)
+    return Failure(f"{type(error).__name__}: {error}{at and f' ({at})'}", text, None, action)
 
 
 class Verdict(NamedTuple):
@@ -53,6 +67,22 @@ def vote(
         cause, rank = min(reports, key=lambda report: _order(report[0].action))
         raise StepFailed(peers[rank], cause.message, cause.traceback, hint=cause.hint)
     return Verdict(total, norm)
+
+
+def together(carrier: Carrier, plan: Plan, act: Callable[[], T]) -> T:
+    """What all peers do, each for itself. Raises StepFailed on all if it goes wrong on one; whoever
+    did it wrong, by our own words, hears those.
+    """
+    try:
+        made = act()
+    except Exception as error:
+        try:
+            vote(carrier, plan.peers, failure=failure_of(error), loss=0.0, squares=0.0)
+        except StepFailed as failed:
+            raise (error if isinstance(error, ManyhandsError) else failed) from error.__cause__
+        raise
+    vote(carrier, plan.peers, failure=None, loss=0.0, squares=0.0)
+    return made
 
 
 def _order(action: Action | None) -> tuple[int, int, int]:

@@ -118,6 +118,10 @@ class Member(dist.ProcessGroup):
     def abort(self) -> None:
         self.shutdown()
 
+    def give_up(self, reason: str) -> None:
+        """Nothing works from here on, for anybody: all others hear at once who it was, and why."""
+        self._session.team.fail(TeamFailed(f"this rank gave up: {reason}"))
+
     # torch looks for a backend inside the group, and asks it what it can do.
     supports_splitting = False
     supports_coalescing = False

@@ -169,6 +169,8 @@ def open_session(url: str, timeout: timedelta) -> Session:
     plain = urlunsplit(parts._replace(query=rest))
     rank = _number("rank", given.get("rank"), "RANK")
     world = _number("world_size", given.get("world_size"), "WORLD_SIZE")
+    if world is None:  # as `manyhands run` knows it
+        world = _number("world_size", None, "MANYHANDS_WORLD_SIZE")
     return Session(plain or None, rank, world, timeout.total_seconds())
 
 
