@@ -48,8 +48,14 @@ class Part:
         for shared in self._shared.values():
             shared.equalize()
         self._parameters = unique(p for layer in self.layers() for p in layer.module.parameters())
+        self.optimizer: Optimizer | None = None
+        if optimizer is not None:
+            self.optimize(optimizer)
+
+    def optimize(self, make: MakeOptimizer) -> None:
+        """From now on with this optimizer, which begins without state. Raises what it raises."""
         trained = [p for p in self._parameters if p.requires_grad]
-        self.optimizer = optimizer(trained) if optimizer is not None and trained else None
+        self.optimizer = make(trained) if trained else None
 
     def layers(self) -> Iterator[Running]:
         """In order."""

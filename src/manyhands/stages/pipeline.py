@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 
 from manyhands.core.address import redact
 from manyhands.core.errors import LinkError, UsageError
-from manyhands.core.plan import Plan, PlanError
+from manyhands.core.plan import Plan, PlanError, ScheduleName
 from manyhands.stages.archive import Archive
 from manyhands.stages.batch import Batch, Opening, Tensors, opening_of
 from manyhands.stages.carrier import AloneCarrier, Carrier, GroupCarrier
-from manyhands.stages.errors import PlanBroken
+from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.layers import Model, Running
 from manyhands.stages.mail import Mail
 from manyhands.stages.moves import Rows, rows_at
@@ -102,6 +102,17 @@ class Pipeline:
     def optimizer(self) -> Optimizer | None:
         """Of this peer's parameters, if it has any: for learning rates and the like."""
         return self._part.optimizer
+
+    def optimize(self, make: MakeOptimizer) -> None:
+        """Another optimizer, without state, for this peer's parameters; each peer does it itself.
+
+        Raises what the optimizer raises.
+        """
+        self._part.optimize(make)
+
+    def reschedule(self, microbatches: int, schedule: ScheduleName) -> None:
+        """Another schedule for the same stages; all peers call it, between two steps."""
+        self.plan = self.plan.replace(microbatches=microbatches, schedule=schedule)
 
     def layers(self) -> Iterator[Running]:
         """This peer's, in order."""
@@ -182,7 +193,7 @@ class Pipeline:
     def backward(self, gradients: Tensor | tuple[Tensor, ...] | None = None) -> None:
         """The second half: the gradients of what `forward` returned here, if it returned anything.
 
-        Gradients of parameters add up until `apply`.
+        Gradients of parameters add up until `apply`; after a StepFailed none are left, anywhere.
         """
         if self._half is None:
             raise UsageError("backward() without a forward()", hint="call forward(inputs) first")
@@ -194,7 +205,12 @@ class Pipeline:
                 self._cutter(batch, course, gradients),
             )
             step.finish()
-            self._vote(step, 0.0)
+            try:
+                self._vote(step, 0.0)
+            except StepFailed:
+                self._forget()
+                self._part.zero()  # some peers have added to theirs, some have not
+                raise
 
     def apply(self) -> None:
         """The optimizer's step with the gradients that `backward` has made, then none are left."""
@@ -258,11 +274,12 @@ class Pipeline:
             table = self._tables[key] = rehearse(
                 self.plan, self._part.runners, self._carrier, given, batch.rows[0], self.device
             )
-        course = self._courses.get((*key, batch.rows))
+        of_batch = (*key, batch.rows, self.plan.schedule)
+        course = self._courses.get(of_batch)
         if course is None:
             orders = orders_of(self.plan)
             traffic = Traffic(self.plan, orders, table, batch.rows, backward=backward)
-            course = self._courses[*key, batch.rows] = _Course(orders, table, traffic)
+            course = self._courses[of_batch] = _Course(orders, table, traffic)
         return course
 
     def _step(self, batch: Batch, course: _Course, loss_fn: LossFn | None) -> Step:
