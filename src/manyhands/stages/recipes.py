@@ -113,16 +113,14 @@ def _pack(value: object, said: str, depth: int = 0) -> Any:  # noqa: ANN401
     )
 
 
-def _unpack(value: object, recipe: Recipe, depth: int) -> Any:  # noqa: ANN401
-    if type(value) in _SCALARS:
+def _unpack(value: Any, recipe: Recipe, depth: int) -> Any:  # noqa: ANN401  (as it came)
+    kind: type = type(value)
+    if kind in _SCALARS:
         return value
     if depth < _MAX_DEPTH:
-        if isinstance(value, list) and value and value[0] in (_LIST, _TUPLE):
-            kind, *items = cast("list[object]", value)
-            made = [_unpack(item, recipe, depth + 1) for item in items]
-            return tuple(made) if kind == _TUPLE else made
-        if isinstance(value, dict):
-            pairs = cast("dict[object, object]", value).items()
-            if all(type(key) is str for key, _ in pairs):
-                return {key: _unpack(item, recipe, depth + 1) for key, item in pairs}
-    raise NotAllowed(f"{recipe} was given a {type(value).__name__}, which is no plain value")
+        if kind is list and value and value[0] in (_LIST, _TUPLE):
+            made = [_unpack(item, recipe, depth + 1) for item in value[1:]]
+            return tuple(made) if value[0] == _TUPLE else made
+        if kind is dict and all(type(key) is str for key in value):
+            return {key: _unpack(item, recipe, depth + 1) for key, item in value.items()}
+    raise NotAllowed(f"{recipe} was given a {kind.__name__}, which is no plain value")

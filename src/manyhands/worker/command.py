@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,10 @@ from manyhands.core.errors import LinkBroken, LinkTimeout, ManyhandsError, Usage
 from manyhands.core.peers import PEER_NAME_HINT, PeerId, is_peer_name
 from manyhands.core.settings import find
 from manyhands.links.base import dial, new_peer
+
+if TYPE_CHECKING:
+    from manyhands.stages.commands import Offer
+    from manyhands.worker.workshop import Workshop
 
 ALLOWED = ("torch.nn", "torch.optim", "manyhands.compat")
 _PAUSE_S = 0.2  # between two looks whether the boss listens
@@ -86,8 +90,9 @@ def worker(
             sys.stdout.flush()
 
     try:
+        workshop, offer = _prepare(address, label, allow or (), device, memory)
         _await_boss(address, wait)
-        _serve(address, me, label, allow or (), device, memory, tell)
+        _serve(address, me, workshop, offer, tell)
         tell("finished")
     except KeyboardInterrupt:
         tell("stopped")
@@ -119,26 +124,35 @@ def _await_boss(address: HubAddress, patience_s: float) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _serve(
+def _prepare(
     address: HubAddress,
-    me: PeerId,
     label: str,
     allow: Sequence[str],
     device: str | None,
     memory: float | None,
-    tell: Callable[[str], None],
-) -> None:
-    from manyhands.stages.commands import SETTINGS, Offer
+) -> tuple[Workshop, Offer]:
+    from manyhands.stages.commands import Offer
     from manyhands.worker.memory import device_of, free_bytes
-    from manyhands.worker.servant import Servant
     from manyhands.worker.workshop import Workshop
 
     chosen = device_of(device)
     offered = free_bytes(chosen) if memory is None else int(memory * (1 << 20))
     workshop = Workshop(address, chosen, [*ALLOWED, *allow])
+    return workshop, Offer(label, str(chosen), offered, __version__)
+
+
+def _serve(
+    address: HubAddress,
+    me: PeerId,
+    workshop: Workshop,
+    offer: Offer,
+    tell: Callable[[str], None],
+) -> None:
+    from manyhands.stages.commands import SETTINGS
+    from manyhands.worker.servant import Servant
+
     with dial(address, me, SETTINGS) as link:
         try:
-            offer = Offer(label, str(chosen), offered, __version__)
             Servant(link, workshop, offer, tell).serve()
         finally:
             workshop.close()

@@ -16,7 +16,8 @@ from manyhands.stages.recipes import NotAllowed
 from manyhands.worker.workshop import COLLECTIVE, Workshop
 
 log = logging.getLogger(__name__)
-_TRACEBACK_CHARS = 20_000
+_TRACEBACK_CHARS = 20_000  # of its end
+_MESSAGE_CHARS = 4_000
 
 
 class BossGone(ManyhandsError):
@@ -107,7 +108,7 @@ class Servant:
         ended = kind == "broken" or (together and kind == "error")
         if ended:
             self._workshop.close()
-        return words.Failed(command.id, kind, message, hint, text, ended)
+        return words.Failed(command.id, kind, message[:_MESSAGE_CHARS], hint, text, ended)
 
 
 def _name(error: Exception) -> str:

@@ -22,8 +22,10 @@ from manyhands.stages.pipeline import Pipeline
 from manyhands.stages.recipes import arguments, resolve
 from manyhands.wire.tensors import spec_of
 
-COLLECTIVE = (words.Enter, words.Forward, words.Backward, words.Apply, words.Step)
-COLLECTIVE += (words.Fetch, words.Load)
+COLLECTIVE = (
+    *(words.Enter, words.Forward, words.Backward, words.Apply, words.Step),
+    *(words.Fetch, words.Load),
+)
 """Commands that all peers of the plan carry out together."""
 
 

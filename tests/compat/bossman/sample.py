@@ -5,12 +5,14 @@
 import asyncio
 import json
 import math
+import sys
 
 import torch
 from torch import nn
 
 from manyhands.compat.bossman import BossMan, wrapped_linear
 
+# fmt: off
 TEST_RESIDUAL_SMALL = [
       (nn.Linear, {'in_features':1, 'out_features':512}, (32,  1)),
       (nn.ReLU,   {}, (32,512)),
@@ -48,7 +50,7 @@ async def main(model, num_workers):
     boss.gather_dependencies()
     #Server set up begin regular training
     loss_fn = torch.nn.MSELoss()
-    EPOCHS = 60
+    EPOCHS = int(sys.argv[1])
     for _ in range(EPOCHS):
         x,y = get_batch(32)
         prediction = await boss.forward(x, {})
@@ -56,12 +58,13 @@ async def main(model, num_workers):
         loss.backward()
         await boss.backward(prediction.grad)
         await boss.optim_step()
-
+# fmt: on
     with torch.no_grad():
-        x,y = get_batch(512)
+        x, y = get_batch(512)
         found = loss_fn(await boss.forward(x, {}), y)
-    print(json.dumps({"loss": float(found), "plan": boss.plan.to_json()}))
+    print(json.dumps({"loss": float(found), "plan": boss.plan.to_json()}), flush=True)
 
 
-torch.manual_seed(0)
-asyncio.run(main(TEST_RESIDUAL_SMALL, 2))
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    asyncio.run(main(TEST_RESIDUAL_SMALL, 2))

@@ -362,7 +362,7 @@ class BossMan:
     async def _describe(self) -> list[tuple[words.Entry, ...]]:
         """What state each worker has, in the order of the plan."""
         self._in_plan()
-        outcome = await self._call(lambda number, _: words.Describe(number), None)
+        outcome: Outcome[None] = await self._call(lambda number, _: words.Describe(number), None)
         self._judge(outcome)
         found = [outcome.answers[worker] for worker in self._workers]
         return [answer.entries for answer in found if isinstance(answer, words.Done)]
@@ -458,7 +458,7 @@ def _key(entry: words.Entry) -> str:
 
 def _checked(x: Any, extra: Any) -> dict[str, Tensor]:  # noqa: ANN401  (what users pass)
     """The extra inputs. Raises UsageError before anybody waits for what is no tensor."""
-    inputs: Any = x if isinstance(x, tuple | list) else (x,)
+    inputs = cast("list[Any]", list(x) if isinstance(x, tuple | list) else [x])  # pyright: ignore[reportUnknownArgumentType]
     for name, value in [*(("the input", part) for part in inputs), *dict(extra or {}).items()]:
         if not isinstance(value, Tensor):
             raise UsageError(f"{name} is a {type(value).__name__}", hint="a tensor is expected")

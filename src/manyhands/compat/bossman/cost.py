@@ -36,5 +36,5 @@ def _outline(spec: Spec) -> nn.Module:
             return spec.kind(**spec.kwargs)
     except (RuntimeError, NotImplementedError):
         # A constructor that looks at values needs some: for as long as they are counted.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
             return spec.build()
