@@ -22,7 +22,7 @@ MAY_LOAD_TORCH = (
     "manyhands.cli.demo_alone",
     *("manyhands.checkpoint.", "manyhands.data.", "manyhands.replica.", "manyhands.trainer."),
     "manyhands.planner.profile",
-    *("manyhands.stages.", "manyhands.worker.memory", "manyhands.worker.servant"),
+    *("manyhands.stages.", "manyhands.worker.servant"),
     "manyhands.worker.workshop",
     *(f"manyhands.compat.bossman.{name}" for name in ("boss", "cost", "crew", "layers")),
     "manyhands.compat.bossman.variables",

@@ -40,7 +40,7 @@ class Offer(Word, frozen=True, tag="offer"):
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
     device: _Text
-    free_bytes: _Id
+    free_bytes: _Id | None
     release: _Text
 
 

@@ -114,7 +114,7 @@ def _pack(value: object, said: str, depth: int = 0) -> Any:  # noqa: ANN401
 
 
 def _unpack(value: Any, recipe: Recipe, depth: int) -> Any:  # noqa: ANN401  (as it came)
-    kind: type = type(value)
+    kind = type(cast("object", value))
     if kind in _SCALARS:
         return value
     if depth < _MAX_DEPTH:

@@ -131,12 +131,12 @@ def _prepare(
     device: str | None,
     memory: float | None,
 ) -> tuple[Workshop, Offer]:
+    from manyhands.planner.memory import free_memory
     from manyhands.stages.commands import Offer
-    from manyhands.worker.memory import device_of, free_bytes
-    from manyhands.worker.workshop import Workshop
+    from manyhands.worker.workshop import Workshop, device_of
 
     chosen = device_of(device)
-    offered = free_bytes(chosen) if memory is None else int(memory * (1 << 20))
+    offered = free_memory(chosen) if memory is None else int(memory * (1 << 20))
     workshop = Workshop(address, chosen, [*ALLOWED, *allow])
     return workshop, Offer(label, str(chosen), offered, __version__)
 

@@ -29,6 +29,19 @@ COLLECTIVE = (
 """Commands that all peers of the plan carry out together."""
 
 
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; without one, a GPU if there is one. Raises UsageError."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"there is no device {name} here: {str(error).splitlines()[0]}",
+            hint="--device cpu, or cuda:0 where there is a GPU",
+        ) from None
+    return device
+
+
 class Workshop:
     """One command at a time. `close` leaves the plan; a next `Build` begins another."""
 

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from manyhands.compat.bossman import (
     BossMan,
-    NotEnoughMemory,
     NoWorkers,
     WorkerFailed,
     WorkerRefused,
@@ -22,6 +21,7 @@ from manyhands.core.boss import lines_for
 from manyhands.core.errors import UsageError
 from manyhands.core.plan import PlanError
 from manyhands.links.hub import Hub
+from manyhands.planner.partition import DoesNotFit
 from manyhands.stages.errors import PlanBroken, StepFailed
 from tests.compat.bossman import odd
 from tests.compat.bossman.test_training import MODEL, Alone, batches, distributed, equal, loop
@@ -259,10 +259,12 @@ def test_fewer_layers_than_workers_and_too_little_memory(hands):
 
     async def main():
         crew = await BossMan.setup_host(2, timeout_s=60)
-        with pytest.raises(PlanError, match="1 layers for 2 workers"):
+        with pytest.raises(PlanError, match="1 layers cannot be dealt to 2 peers"):
             await BossMan(crew, [linear()]).distribute_model()
-        with pytest.raises(NotEnoughMemory, match=r"worker . has 0.2 MiB free, and its part"):
+        with pytest.raises(DoesNotFit, match=r"peer . has 0.2 MiB free and needs \S+ MiB") as no:
             await BossMan(crew, [linear(), linear(512)]).distribute_model()
+        assert no.value.layers == ("model[1] Linear",)
+        assert no.value.missing_bytes > 3 << 20
         boss = BossMan(crew, [linear(), linear()])
         await boss.distribute_model()
         await boss.close()

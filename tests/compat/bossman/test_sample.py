@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from manyhands.core.plan import Plan
 from tests.compat.bossman.hands import free_port
 
 SAMPLE = Path(__file__).with_name("sample.py")
+DOCS = Path(__file__).parents[3] / "docs" / "bossman.md"
 WORKERS = (
     [sys.executable, "-m", "manyhands.worker"],
     [sys.executable, "-m", "manyhands", "worker"],
@@ -61,6 +63,15 @@ def test_the_sample_learns_sin_with_a_residual_that_crosses_workers(start):
         _, log = worker.communicate(timeout=30)
         assert worker.returncode == 0, log
         assert log.rstrip().endswith("finished")
+
+
+def test_the_program_of_the_documentation_runs(start):
+    (program,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    workers = [start(*command) for command in WORKERS]
+    boss = start(sys.executable, "-c", program + "\nprint('trained')")
+    said, log = boss.communicate(timeout=100)
+    assert said == "trained\n", log
+    assert [worker.wait(30) for worker in workers] == [0, 0]
 
 
 def test_workers_end_when_the_boss_is_killed(start):

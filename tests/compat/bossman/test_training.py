@@ -74,6 +74,13 @@ def equal(state, model):
         assert torch.equal(state[name], tensor), name
 
 
+def sent_by(boss):
+    """What goes from whom to whom, as all peers have worked it out."""
+    courses = boss._pipeline._courses.values()
+    lines = [line for course in courses for line in course.traffic.lines.values()]
+    return {(m.value.name, m.source, m.target) for line in lines for m in line}
+
+
 async def loop(boss, x, y):
     prediction = await boss.forward(x, {})
     assert prediction.is_leaf
@@ -113,6 +120,7 @@ def test_loop_and_train_step_give_the_run_of_one_process(hands):
                 assert torch.equal(prediction, wanted)
                 assert found == loss
             equal(await boss.state_dict(), alone.model)
+            assert ("a", 1, 2) in sent_by(boss)
             for schedule, microbatches in [("afab", 1), ("1f1b", 4), ("1f1b", 3), ("1f1b", 9)]:
                 for x, y in batches(2):
                     wanted = alone.step(x, y, microbatches)

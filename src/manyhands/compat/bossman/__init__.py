@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from manyhands.compat.bossman.boss import BossMan
     from manyhands.compat.bossman.crew import Crew, Worker
-    from manyhands.compat.bossman.deal import NotEnoughMemory
     from manyhands.compat.bossman.errors import NoWorkers, WorkerFailed, WorkerRefused
     from manyhands.compat.bossman.layers import wrapped_linear
 
@@ -27,7 +26,6 @@ __all__ = [
     "BossMan",
     "Crew",
     "NoWorkers",
-    "NotEnoughMemory",
     "Worker",
     "WorkerFailed",
     "WorkerRefused",
@@ -39,7 +37,6 @@ _LAZY = {
     "BossMan": "boss",
     "Crew": "crew",
     "NoWorkers": "errors",
-    "NotEnoughMemory": "deal",
     "Worker": "crew",
     "WorkerFailed": "errors",
     "WorkerRefused": "errors",

@@ -23,13 +23,14 @@ from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.open import open_group
 from manyhands.compat.bossman.cost import cost_of
 from manyhands.compat.bossman.crew import Crew, Outcome, Worker
-from manyhands.compat.bossman.deal import deal
 from manyhands.compat.bossman.errors import WorkerFailed, WorkerRefused
 from manyhands.compat.bossman.variables import Variable, variables_of
 from manyhands.core.boss import lines_for, listening
 from manyhands.core.errors import LinkBroken, LinkError, UsageError
 from manyhands.core.plan import Plan, ScheduleName
 from manyhands.links.hub import Hub
+from manyhands.planner.cost import PeerPower
+from manyhands.planner.partition import partition
 from manyhands.stages import commands as words
 from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.layers import Spec, specs_of
@@ -118,8 +119,8 @@ class BossMan:
     async def distribute_model(self) -> None:
         """Deal the layers to the workers that are here, in proportion to their free memory.
 
-        Raises PlanError for fewer layers than workers, NotEnoughMemory, WorkerRefused,
-        WorkerFailed. A model that was distributed before is forgotten.
+        Raises PlanError for fewer layers than workers, DoesNotFit (where, and by how much),
+        WorkerRefused, WorkerFailed. A model that was distributed before is forgotten.
         """
         recipes = [
             describe(spec.kind, spec.kwargs, nn.Module, f"layer {index}")
@@ -316,17 +317,18 @@ class BossMan:
     # -- parts ------------------------------------------------------------------------------------
 
     def _planned(self, workers: list[Worker]) -> Plan:
-        names = [
-            f"model[{index}] {getattr(spec.kind, '__name__', spec.kind)}"
+        """The model on the workers, in proportion to their memory, between the boss's two ends."""
+        costs = [
+            cost_of(spec, f"model[{index}] {getattr(spec.kind, '__name__', spec.kind)}")
             for index, spec in enumerate(self._specs)
         ]
-        costs = [cost_of(spec, f"layer {index}") for index, spec in enumerate(self._specs)]
-        parts = deal(costs, [(worker.name, worker.free_bytes) for worker in workers])
-        stages = [(len(part), [rank]) for rank, part in enumerate(parts, 1)]
+        powers = [PeerPower(name=w.name, memory_bytes=w.free_bytes) for w in workers]
+        dealt = partition(costs, powers, by="memory")
+        stages = [(stage.end - stage.first, [stage.lead + 1]) for stage in dealt.stages]
         return Plan.of_stages(
             [(1, [0]), *stages, (1, [0])],
-            names=["input", *names, "output"],
-            peers=[words.BOSS, *(worker.name for worker in workers)],
+            names=["input", *(layer.name for layer in dealt.layers), "output"],
+            peers=[words.BOSS, *dealt.peers],
             schedule="afab",
         )
 

@@ -8,26 +8,32 @@ import torch
 from torch import nn
 
 from manyhands.core.errors import UsageError
+from manyhands.planner.cost import LayerCost
 from manyhands.stages.layers import Spec
 
-_COPIES = 4  # of a trained parameter: itself, its gradient, and the two averages of Adam
+_OPTIMIZER_TENSORS = 2  # for each parameter, as Adam has; which one will come is not known yet
 _VALUE_BYTES = 4
 
 
-def cost_of(spec: Spec, said: str) -> int:
-    """Bytes of parameters, gradients, optimizer, buffers, and of its inputs as the shapes say.
+def cost_of(spec: Spec, name: str) -> LayerCost:
+    """What is there all the time, and its inputs as the shapes say; no times.
 
-    Raises UsageError, `said` first, when the class does not take these arguments.
+    Raises UsageError, `name` first, when the class does not take these arguments.
     """
     try:
         module = _outline(spec)
     except (TypeError, ValueError, UsageError) as error:
-        raise UsageError(f"{said} cannot be built with {dict(spec.kwargs)!r}: {error}") from error
-    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    fixed = sum(p.nbytes for p in module.parameters() if not p.requires_grad)
-    buffers = sum(buffer.nbytes for buffer in module.buffers())
+        raise UsageError(f"{name} cannot be built with {dict(spec.kwargs)!r}: {error}") from error
+    parameters = list(module.parameters())
+    trained = sum(p.nbytes for p in parameters if p.requires_grad)
     inputs = sum(math.prod(shape) for shape in spec.shapes) * _VALUE_BYTES
-    return _COPIES * trained + fixed + buffers + inputs
+    return LayerCost(
+        name=name,
+        parameter_bytes=sum(t.nbytes for t in [*parameters, *module.buffers()]),
+        gradient_bytes=trained,
+        optimizer_bytes=_OPTIMIZER_TENSORS * trained,
+        activation_bytes=inputs,
+    )
 
 
 def _outline(spec: Spec) -> nn.Module:

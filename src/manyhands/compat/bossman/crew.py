@@ -44,7 +44,7 @@ class Worker(NamedTuple):
 
     name: str
     device: str
-    free_bytes: int
+    free_bytes: int | None  # None: its system does not say
     peer: PeerId
 
 
@@ -259,7 +259,7 @@ class Crew(Sequence[Worker]):
             self._workers[peer.incarnation] = Worker(
                 offer.name, offer.device, offer.free_bytes, peer
             )
-            log.info("worker %s: %s, %d MiB", offer.name, offer.device, offer.free_bytes >> 20)
+            log.info("worker %s: %s, %s bytes free", offer.name, offer.device, offer.free_bytes)
             self._changed.notify_all()
             return None
 

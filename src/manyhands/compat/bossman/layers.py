@@ -19,7 +19,7 @@ class wrapped_linear(nn.Linear):
         dependencies: Sequence[str] = (),
         out_variables: Sequence[str] = (),
     ) -> None:
-        super().__init__(in_features, out_features, bias)
+        super().__init__(in_features, out_features, bias)  # pyright: ignore[reportUnknownMemberType]
         self.dependencies, self.out_variables = list(dependencies), list(out_variables)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
