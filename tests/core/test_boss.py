@@ -2,9 +2,11 @@
 
 import pytest
 
-from manyhands.core.address import HubAddress
+from manyhands.core.address import HubAddress, parse_address
 from manyhands.core.boss import Listening, dialling, lines_for, listening, port_of
 from manyhands.core.errors import AddressError, NoMeetingPoint, SettingsError
+from manyhands.links.dial import check_security
+from manyhands.links.hub import Hub
 
 PIN = "ab" * 32
 
@@ -79,3 +81,14 @@ def test_a_worker_needs_a_host():
 def test_a_port_is_a_number(text):
     with pytest.raises(SettingsError, match="MODEL_PORT"):
         port_of({"MODEL_PORT": text})
+
+
+def test_no_url_or_code_is_insecure_beyond_loopback():
+    check_security(dialling({"MODEL_HOST": "10.0.0.1"}, run="r", insecure=True))
+    for url in ("hub://10.0.0.1/x?insecure=1", HubAddress(host="10.0.0.1", exposed=True).code()):
+        with pytest.raises(AddressError, match="insecure=1 is for loopback"):
+            check_security(parse_address(url))
+    with pytest.raises(AddressError, match="unknown options exposed"):
+        parse_address("hub://10.0.0.1/x?insecure=1&exposed=1")
+    with pytest.raises(AddressError, match="would let anybody"):
+        Hub("0.0.0.0:0", insecure=True)

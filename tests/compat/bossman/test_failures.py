@@ -189,6 +189,29 @@ def test_a_killed_worker_breaks_the_plan_and_the_other_goes_on(hands, when):
     assert hands.code("a") == 0, hands.log("a")
 
 
+def test_a_step_that_is_cancelled_ends_the_plan_and_nothing_hangs(hands):
+    hands.start("a")
+    x, _ = batches(1)[0]
+
+    async def main():
+        async with await distributed(1, MODEL, seed=5) as boss:
+            await boss.forward(x, {})
+            pid = hands.workers["a"].pid
+            os.kill(pid, signal.SIGSTOP)
+            started = time.monotonic()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(boss.forward(x, {}), 0.5)
+            assert time.monotonic() - started < 5
+            os.kill(pid, signal.SIGCONT)
+            with pytest.raises(UsageError, match="distribute_model"):
+                await boss.forward(x, {})
+            await boss.distribute_model()
+            assert torch.equal((await boss.forward(x, {})).detach(), Alone(MODEL).forward(x))
+
+    asyncio.run(main())
+    hands.finish()
+
+
 def test_a_worker_that_is_told_to_stop_leaves_in_peace(hands):
     hands.start("a")
 

@@ -311,6 +311,7 @@ class BossMan:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        self._crew.dismiss()  # first: whoever has the first rank leaves a group last
         self._end()
         self._crew.close()
 

@@ -37,6 +37,7 @@ from manyhands.stages.errors import PlanBroken, StepFailed
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 ANSWER_S = 1800.0  # for a worker that lives
+_PARTING_S = 2.0
 
 
 class Worker(NamedTuple):
@@ -271,28 +272,24 @@ class Crew(Sequence[Worker]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Send the workers home and end the hub. Idempotent."""
+    def dismiss(self) -> None:
+        """Send the workers home, and wait a little until they have gone. Idempotent."""
         with self._changed:
             first, self._closed = not self._closed, True
             workers = list(self._workers.values())
             self._changed.notify_all()
-        if first:
-            atexit.unregister(self.close)
-            for worker in workers:
-                with contextlib.suppress(LinkError):
-                    words.say(self._link, worker.peer, words.Dismiss())
+        if not first:
+            return
+        for worker in workers:
             with contextlib.suppress(LinkError):
-                self._link.flush(1.0)
-            self._await_departures()
+                words.say(self._link, worker.peer, words.Dismiss())
+        with self._changed:  # so that none of them sees the hub vanish
+            self._changed.wait_for(lambda: not self._workers or self._error, _PARTING_S)
+
+    def close(self) -> None:
+        """Send the workers home and end the hub. Idempotent."""
+        atexit.unregister(self.close)
+        self.dismiss()
         self._link.close()
         self._reader.join()
         self._hub.close()
-
-    def _await_departures(self) -> None:
-        """Workers leave by themselves, if they are given the time: then none sees a hub vanish."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._workers or self._error, _PARTING_S)
-
-
-_PARTING_S = 2.0
