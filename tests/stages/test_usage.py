@@ -72,7 +72,7 @@ def test_targets_of_another_length_are_refused_everywhere():
         for error in errors_of(TWO, lambda pipe, y=targets: pipe.step(X, y)):
             assert isinstance(error, mh.StepFailed)
             assert error.peer == "1"
-            assert "for a batch of 8 rows" in error.message
+            assert "where the batch has 8 rows" in error.message
 
 
 def test_every_peer_of_a_wide_first_stage_needs_the_whole_batch():
@@ -80,7 +80,7 @@ def test_every_peer_of_a_wide_first_stage_needs_the_whole_batch():
         pipe.step(X if pipe.me == 0 else X[:4], Y)
 
     for error in errors_of(WIDE, step):
-        assert "a tensor of shape (4, 4) for a batch of 8 rows" in error.message
+        assert "the input has shape (4, 4) where the batch has 8 rows" in error.message
     for error in errors_of(WIDE, lambda pipe: pipe.step(X if pipe.me == 0 else None, Y)):
         assert error.message == "peer 1: this peer is in the first stage and was given no inputs"
 

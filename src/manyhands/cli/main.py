@@ -48,6 +48,10 @@ COMMANDS: Mapping[str, Command] = {
         module="manyhands.cli.queues",
         help="Make, purge and look at the queues that DeepBooster's trainers use.",
     ),
+    "worker": Command(
+        module="manyhands.worker.command",
+        help="Offer this machine to a BossMan: build and run the layers that it sends.",
+    ),
 }
 """Every command by name, in the order of the overview."""
 

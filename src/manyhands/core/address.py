@@ -47,6 +47,7 @@ class HubAddress:
     token: str = field(default="", repr=False)
     fingerprint: str = ""  # SHA-256 of the certificate, hex
     insecure: bool = False
+    exposed: bool = False  # insecure beyond loopback: asked for in so many words, never by an URL
 
     def __str__(self) -> str:
         return f"hub://{host_port(self.host, self.port)}/{self.run or ''}"

@@ -83,6 +83,7 @@ class Hub:
     """A running hub. `address` is where peers find it; `address.code()` is the join code.
 
     `near` is for peers on this machine: an advertised address may lead there from outside only.
+    `exposed`: an insecure hub beyond loopback, for a network that is all yours.
     """
 
     def __init__(
@@ -92,12 +93,13 @@ class Hub:
         advertise: str | None = None,
         state: Path | None = None,
         insecure: bool = False,
+        exposed: bool = False,
         runs: frozenset[str] | None = None,
         limits: HubLimits | None = None,
     ) -> None:
         host, port = split_host_port(bind, HUB_PORT)
         split_host_port(advertise or bind, HUB_PORT)  # complain before anything is opened
-        if insecure and not is_loopback(host):
+        if insecure and not exposed and not is_loopback(host):
             raise AddressError(
                 f"an insecure hub on {host} would let anybody on the network in",
                 hint="bind it to 127.0.0.1, or leave --insecure out: TLS and a token are no work",
@@ -134,6 +136,7 @@ class Hub:
             token="" if insecure else self._journal.token,
             fingerprint="" if insecure else self._journal.fingerprint,
             insecure=insecure,
+            exposed=insecure and exposed,
         )
         self.near = replace(self.address, host=_nearby(host), port=bound)
         self._spawn(self._accept, "hub accept")

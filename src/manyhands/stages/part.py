@@ -59,9 +59,13 @@ class Part:
         for shared in self._shared.values():
             shared.equalize()
         self._parameters = unique(p for layer in self.layers() for p in layer.module.parameters())
+        self.optimizer: Optimizer | None = None
+        together(carrier, plan, lambda: None if optimizer is None else self.optimize(optimizer))
+
+    def optimize(self, make: MakeOptimizer) -> None:
+        """From now on with this optimizer, which begins without state. Raises what it raises."""
         trained = [p for p in self._parameters if p.requires_grad]
-        make = optimizer if trained else None
-        self.optimizer = together(carrier, plan, lambda: None if make is None else make(trained))
+        self.optimizer = make(trained) if trained else None
 
     def layers(self) -> Iterator[Running]:
         """In order."""

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from manyhands.core.address import redact
 from manyhands.core.errors import CheckpointError, LinkError, UsageError
-from manyhands.core.plan import Plan, PlanError
+from manyhands.core.plan import Plan, PlanError, ScheduleName
 from manyhands.stages.archive import Archive
 from manyhands.stages.batch import Batch, Opening, Tensors, opening_of
 from manyhands.stages.carrier import Carrier, carrier_for
@@ -111,6 +111,17 @@ class Pipeline:
         """As text: which layers are where, and who works on which microbatch when."""
         return f"{self.plan.picture()}\n\n{picture(self.plan)}"
 
+    def optimize(self, make: MakeOptimizer) -> None:
+        """Another optimizer, without state, for this peer's parameters; each peer does it itself.
+
+        Raises what the optimizer raises.
+        """
+        self._part.optimize(make)
+
+    def reschedule(self, microbatches: int, schedule: ScheduleName) -> None:
+        """Another schedule for the same stages; all peers call it, between two steps."""
+        self.plan = self.plan.replace(microbatches=microbatches, schedule=schedule)
+
     def layers(self) -> Iterator[Running]:
         """This peer's, in order."""
         return self._part.layers()
@@ -191,7 +202,7 @@ class Pipeline:
     def backward(self, gradients: Tensor | tuple[Tensor, ...] | None = None) -> None:
         """The second half: the gradients of what `forward` returned here, if it returned anything.
 
-        Gradients of parameters add up until `apply`; StepFailed drops them all.
+        Gradients of parameters add up until `apply`; after a StepFailed none are left, anywhere.
         """
         if self._half is None:
             raise UsageError("backward() without a forward()", hint="call forward(inputs) first")
@@ -284,11 +295,12 @@ class Pipeline:
             table = self._tables[key] = rehearse(
                 self.plan, self._part.runners, self._carrier, given, batch.rows[0], self.device
             )
-        course = self._courses.get((*key, batch.rows))
+        of_batch = (*key, batch.rows, self.plan.schedule)
+        course = self._courses.get(of_batch)
         if course is None:
             orders = orders_of(self.plan)
             traffic = Traffic(self.plan, orders, table, batch.rows, backward=backward)
-            course = self._courses[*key, batch.rows] = _Course(orders, table, traffic)
+            course = self._courses[of_batch] = _Course(orders, table, traffic)
         return course
 
     def _step(self, batch: Batch, course: _Course, loss_fn: LossFn | None) -> Step:

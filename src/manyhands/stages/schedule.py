@@ -34,6 +34,9 @@ Orders = Mapping[int, tuple[Action, ...]]
 
 def orders_of(plan: Plan) -> Orders:
     """The order of every peer, such that all of them together never wait in a circle."""
+    turned = _turned(plan)
+    if turned is not None:
+        return turned
     stages = plan.stages
     turns = {peer: _turns(plan, peer) for peer in range(len(plan.peers))}
     warm_up = {peer: _warm_up(plan, peer, turns[peer][0]) for peer in turns}
@@ -81,6 +84,32 @@ def _warm_up(plan: Plan, peer: int, forwards: Sequence[Action]) -> int:
     else:
         count = forwards.index(Action("F", own[-1].index, 0))
     return min(count, len(forwards))
+
+
+def _turned(plan: Plan) -> Orders | None:
+    """Orders for a pipeline that begins and ends at one peer, whose others have a stage each.
+
+    That peer takes a new microbatch in whenever one has come back to it; so many are under way
+    that no other peer waits for it.
+    """
+    stages = plan.stages
+    last = len(stages) - 1
+    peers = [stage.peers for stage in stages]
+    ring = len(stages) == len(plan.peers) + 1 > 2 and peers[0] == peers[last]
+    if plan.schedule == "afab" or not ring or any(len(own) > 1 for own in peers):
+        return None
+    count, ahead = plan.microbatches, min(last, plan.microbatches)
+    order = [Action("F", 0, m) for m in range(ahead)]
+    for m in range(count):
+        order += [Action("F", last, m), Action("B", last, m)]
+        order += [Action("F", 0, m + ahead)] if m + ahead < count else []
+        order += [Action("B", 0, m + 1 - ahead)] if m + 1 >= ahead else []
+    order += [Action("B", 0, m) for m in range(count + 1 - ahead, count)]
+    orders = {stages[0].lead: tuple(order)}
+    for stage in stages[1:last]:
+        forwards, backwards = _turns(plan, stage.lead)
+        orders[stage.lead] = _merge(forwards, backwards, min(last - stage.index, count))
+    return orders
 
 
 def _is_looped(stages: Sequence[Stage], num_peers: int) -> bool:

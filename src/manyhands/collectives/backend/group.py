@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +56,17 @@ def create_group(options: Any) -> ManyhandsGroup:  # noqa: ANN401  (torch's own 
 
 class ManyhandsGroup(Member):
     """Some ranks of a session, in order."""
+
+    def part_of(self, ranks: Sequence[int]) -> ManyhandsGroup | None:
+        """A group of some of this one's ranks, None where this rank is not among them.
+
+        All ranks of this group call it, in one order; it ends with the session.
+        """
+        chosen = [self._ranks[rank] for rank in ranks]
+        if self._session.rank not in chosen:
+            return None
+        timeout = timedelta(seconds=self._timeout_s)
+        return ManyhandsGroup(self._session, f"{self._name} {list(ranks)}", chosen, timeout)
 
     # -- sums -----------------------------------------------------------------------------------
 

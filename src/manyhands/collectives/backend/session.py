@@ -17,6 +17,7 @@ from manyhands.collectives.backend.seats import name_of, take_seat
 from manyhands.collectives.backend.store import Clerk, Keeper, MeetingStore
 from manyhands.collectives.backend.team import Team
 from manyhands.collectives.backend.work import Completer
+from manyhands.core.address import Address
 from manyhands.core.errors import AddressError, Excluded, Refused, SettingsError
 from manyhands.core.peers import PeerId
 from manyhands.core.settings import MeetingPoint, find_meeting_point
@@ -41,9 +42,19 @@ class Session:
     """A link, its team, the store, and the threads that complete operations."""
 
     def __init__(
-        self, url: str | None, rank: int | None, world: int | None, timeout_s: float
+        self,
+        url: str | Address | None,
+        rank: int | None,
+        world: int | None,
+        timeout_s: float,
+        *,
+        settings: LinkSettings | None = None,
     ) -> None:
-        point = find_meeting_point(url, run=None, name=name_of(rank), environ=os.environ)
+        point = (
+            find_meeting_point(url, run=None, name=name_of(rank), environ=os.environ)
+            if url is None or isinstance(url, str)
+            else MeetingPoint(address=url, name=name_of(rank))
+        )
         if point.address.run is None:
             raise AddressError(
                 f"{point.address} names no run",
@@ -52,7 +63,7 @@ class Session:
         placement = Placement()
         link: Link | None = None
         try:
-            link = _dial(point, placement)
+            link = _dial(point, settings or LinkSettings(), placement)
             where = f"run {point.address.run!r} ({point.address})"
             seating = take_seat(link, rank, world, timeout_s, where=where)
         except Excluded as excluded:
@@ -148,10 +159,10 @@ class Session:
         self.keeper.ask(ask, value, reply)
 
 
-def _dial(point: MeetingPoint, placement: Placement) -> Link:
+def _dial(point: MeetingPoint, settings: LinkSettings, placement: Placement) -> Link:
     for left in reversed(range(_NUM_DIALS)):
         try:
-            return dial(point.address, new_peer(point.name), LinkSettings(), placement)
+            return dial(point.address, new_peer(point.name), settings, placement)
         except Refused as refused:
             # The group that met here before is leaving, and its last peer takes along what a broker
             # had for this run, just when it was to be used again.

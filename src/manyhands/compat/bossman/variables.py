@@ -1,0 +1,62 @@
+"""Variables: what the layers of a model say that they give and take, before any is built. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from manyhands.stages.layers import Spec
+from manyhands.stages.variables import VariableError
+
+
+class Variable(NamedTuple):
+    """Layers by their place in the model. What no layer gives is an extra input of `forward`."""
+
+    given_by: int | None
+    taken_by: tuple[int, ...]
+
+
+def variables_of(specs: Sequence[Spec]) -> dict[str, Variable]:
+    """By name. Raises VariableError for one that is given twice, taken too early, or never.
+
+    Layers that say their names elsewhere than in their arguments are looked at with the first
+    batch, on the workers.
+    """
+    given: dict[str, int] = {}
+    taken: dict[str, list[int]] = {}
+    for index, spec in enumerate(specs):
+        for name in _names(spec, "out_variables"):
+            if name in given:
+                raise VariableError(
+                    f"{_said(specs, index)} gives {name!r}, which {_said(specs, given[name])} "
+                    "gives already",
+                    hint="give each variable a name of its own",
+                )
+            given[name] = index
+        for name in _names(spec, "dependencies") or _names(spec, "in_variables"):
+            taken.setdefault(name, []).append(index)
+    for name, giver in given.items():
+        takers = taken.get(name)
+        if not takers:
+            raise VariableError(
+                f"{_said(specs, giver)} gives {name!r}, and no layer takes it",
+                hint="leave it out, or name it among the dependencies of the layer that needs it",
+            )
+        if takers[0] <= giver:
+            raise VariableError(
+                f"{_said(specs, takers[0])} takes {name!r}, which {_said(specs, giver)} gives",
+                hint="a variable comes from an earlier layer",
+            )
+    names = [*given, *(name for name in taken if name not in given)]
+    return {name: Variable(given.get(name), tuple(taken[name])) for name in names}
+
+
+def _said(specs: Sequence[Spec], index: int) -> str:
+    return f"layer {index} ({getattr(specs[index].kind, '__name__', specs[index].kind)})"
+
+
+def _names(spec: Spec, argument: str) -> tuple[str, ...]:
+    given: Any = spec.kwargs.get(argument) or ()
+    if not isinstance(given, list | tuple):
+        return ()
+    return tuple(name for name in given if isinstance(name, str))  # pyright: ignore[reportUnknownVariableType]

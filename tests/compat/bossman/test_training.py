@@ -1,0 +1,224 @@
+"""What workers make of a model is what one process makes of it."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from manyhands.compat.bossman import BossMan, wrapped_linear
+from manyhands.core.errors import UsageError
+from manyhands.stages.layers import Running, Spec, build
+from manyhands.stages.moves import cut_batch
+from manyhands.stages.variables import Scope, VariableError, scoped
+from tests.stages.cases import Masked
+
+WIDTH = 16
+SQUARE = {"in_features": WIDTH, "out_features": WIDTH}
+MODEL = [
+    (nn.Linear, {"in_features": 3, "out_features": WIDTH}, (8, 3)),
+    (wrapped_linear, SQUARE | {"out_variables": ["a"]}, (8, WIDTH)),
+    (nn.Tanh, {}, (8, WIDTH)),
+    (nn.Linear, SQUARE, (8, WIDTH)),
+    (wrapped_linear, SQUARE | {"dependencies": ["a"]}, (8, WIDTH)),
+    (nn.Linear, {"in_features": WIDTH, "out_features": 2}, (8, WIDTH)),
+]
+SEED = 5
+
+
+class Alone:
+    """One process: the layers that the workers would make, run one after another."""
+
+    def __init__(self, model, seed=SEED):
+        cpu = torch.device("cpu")
+        specs = [Spec(kind, kwargs, ()) for kind, kwargs, _ in model]
+        # In the plan, the boss's own layer comes before the first.
+        made = [build(spec, index + 1, seed=seed, device=cpu) for index, spec in enumerate(specs)]
+        self.model = nn.Sequential(*made)
+        self.layers = [Running(module, index, str(index)) for index, module in enumerate(made)]
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+    def forward(self, x, extra=None):
+        scope = Scope(extra)
+        with scoped(scope):
+            for layer in self.layers:
+                x = layer.run(x, scope)
+        return x
+
+    def step(self, x, y, microbatches=1):
+        self.optimizer.zero_grad()
+        total = 0.0
+        for span in filter(len, cut_batch(len(x), microbatches)):
+            rows = slice(span.start, span.end)
+            loss = F.mse_loss(self.forward(x[rows]), y[rows]) * (len(span) / len(x))
+            loss.backward()
+            total += float(loss.detach())
+        self.optimizer.step()
+        return total
+
+
+def batches(count, rows=8):
+    made = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(rows, 3, generator=made), torch.randn(rows, 2, generator=made))
+        for _ in range(count)
+    ]
+
+
+def equal(state, model):
+    wanted = model.state_dict()
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(state[name], tensor), name
+
+
+def sent_by(boss):
+    """What goes from whom to whom, as all peers have worked it out."""
+    courses = boss._pipeline._courses.values()
+    lines = [line for course in courses for line in course.traffic.lines.values()]
+    return {(m.value.name, m.source, m.target) for line in lines for m in line}
+
+
+async def loop(boss, x, y):
+    prediction = await boss.forward(x, {})
+    assert prediction.is_leaf
+    loss = F.mse_loss(prediction, y)
+    loss.backward()
+    await boss.backward(prediction.grad)
+    await boss.optim_step()
+    return prediction.detach(), float(loss.detach())
+
+
+async def distributed(num_workers, model, **more):
+    boss = BossMan(await BossMan.setup_host(num_workers, timeout_s=60), model, **more)
+    await boss.distribute_model()
+    await boss.send_optimizer(torch.optim.Adam, {"lr": 0.01, "betas": (0.9, 0.999)})
+    return boss
+
+
+def test_loop_and_train_step_give_the_run_of_one_process(hands):
+    hands.start("a")
+    hands.start("b")
+
+    async def main():
+        async with await distributed(2, MODEL, seed=SEED) as boss:
+            stages = boss.plan.stages
+            assert [stage.peers for stage in stages] == [(0,), (1,), (2,), (0,)]
+            assert set(boss.plan.peers) == {"boss", "a", "b"}
+            # The variable crosses: its giver is on one worker, its taker on the other.
+            assert stages[1].first <= 2 < stages[1].end <= 5 < stages[2].end
+            variables = boss.gather_dependencies()
+            assert variables == {"a": (1, (4,))}
+            alone = Alone(MODEL)
+            equal(await boss.state_dict(), alone.model)
+            for x, y in batches(3):
+                wanted = alone.forward(x).detach()
+                loss = alone.step(x, y)
+                prediction, found = await loop(boss, x, y)
+                assert torch.equal(prediction, wanted)
+                assert found == loss
+            equal(await boss.state_dict(), alone.model)
+            assert ("a", 1, 2) in sent_by(boss)
+            for schedule, microbatches in [("afab", 1), ("1f1b", 4), ("1f1b", 3), ("1f1b", 9)]:
+                for x, y in batches(2):
+                    wanted = alone.step(x, y, microbatches)
+                    loss = await boss.train_step(x, y, F.mse_loss, microbatches, schedule)
+                    assert loss == pytest.approx(wanted, rel=1e-6)
+                equal(await boss.state_dict(), alone.model)
+            # And the loop again, after microbatches.
+            x, y = batches(1)[0]
+            wanted = alone.step(x, y)
+            assert (await loop(boss, x, y))[1] == wanted
+            equal(await boss.state_dict(), alone.model)
+
+    asyncio.run(main())
+    hands.finish()
+
+
+def test_modes_extra_inputs_and_forwards_that_do_not_return(hands):
+    hands.start("a", "--allow", "tests.stages")
+    model = [
+        (nn.Linear, {"in_features": 3, "out_features": 4}, (8, 3)),
+        (nn.Dropout, {"p": 0.5}, (8, 4)),
+        (Masked, {"name": "mask"}, (8, 4)),
+        (nn.Linear, {"in_features": 4, "out_features": 2}, (8, 4)),
+    ]
+    x, y = batches(1)[0]
+    mask = torch.tensor([1.0, 0.0] * 4)[:, None]
+
+    async def main():
+        async with await distributed(1, model, seed=SEED) as boss:
+            alone = Alone(model)
+            alone.model.eval()
+            wanted = alone.forward(x, {"mask": mask}).detach()
+            await boss.model_eval()
+            assert torch.equal((await boss.forward(x, {"mask": mask})).detach(), wanted)
+            await boss.model_train()
+            first = await boss.forward(x, {"mask": mask})  # the one before it is forgotten
+            assert not torch.equal(first.detach(), wanted)
+            await boss.node_mem_clear()
+            with pytest.raises(UsageError, match="without a forward"):
+                await boss.backward(torch.ones_like(first))
+            with torch.no_grad():
+                assert not (await boss.forward(x, {"mask": mask})).requires_grad
+            with pytest.raises(VariableError, match="'mask', which no layer before"):
+                await boss.forward(x, {})
+            with pytest.raises(VariableError, match="no layer takes the extra input 'other'"):
+                await boss.forward(x, {"mask": mask, "other": mask})
+            with pytest.raises(UsageError, match="other is a int"):
+                await boss.forward(x, {"mask": mask, "other": 3})
+            prediction = await boss.forward(x, {"mask": mask})
+            with pytest.raises(UsageError, match=r"loss.backward"):
+                await boss.backward(prediction.grad)
+            F.mse_loss(prediction, y).backward()
+            await boss.backward(prediction.grad)
+            await boss.optim_step()
+            loss = await boss.train_step(x, y, nn.MSELoss(), extra_inputs={"mask": mask})
+            assert loss > 0
+            with pytest.raises(UsageError, match="reduction='sum'"):
+                await boss.train_step(x, y, nn.MSELoss(reduction="sum"))
+            with pytest.raises(UsageError, match="no schedule 'best'"):
+                await boss.train_step(x, y, nn.MSELoss(), schedule="best")
+            state = await boss.state_dict()
+            changed = {name: tensor + 1 for name, tensor in state.items()}
+            await boss.load_state_dict(changed)
+            now = await boss.state_dict()
+            assert all(torch.equal(now[name], changed[name]) for name in state)
+            with pytest.raises(UsageError, match=r"another model: 0.bias"):
+                await boss.load_state_dict({"0.weight": now["0.weight"]})
+
+    asyncio.run(main())
+    hands.finish()
+
+
+def test_gradients_add_up_until_the_step(hands):
+    hands.start("a")
+    model = MODEL[:1]
+    (x1, _), (x2, _) = batches(2)
+
+    async def main():
+        async with await distributed(1, model, seed=SEED) as boss:
+            alone = Alone(model)
+            for x in (x1, x2):
+                alone.forward(x).square().sum().backward()
+                prediction = await boss.forward(x, None)
+                prediction.square().sum().backward()
+                await boss.backward(prediction.grad)
+            alone.optimizer.step()
+            await boss.optim_step()
+            equal(await boss.state_dict(), alone.model)
+
+    asyncio.run(main())
+    hands.finish()
+
+
+def test_a_cancelled_wait_for_workers_leaves_nothing(hands):
+    async def main():
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(BossMan.setup_host(1, timeout_s=60), 0.3)
+        assert time.monotonic() - started < 5
+
+    asyncio.run(main())
