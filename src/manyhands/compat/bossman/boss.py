@@ -148,9 +148,12 @@ class BossMan:
 
     async def send_optimizer(self, kind: type[Optimizer], kwargs: Mapping[str, Any]) -> None:
         """Each worker makes one for its parameters. Raises WorkerRefused, WorkerFailed."""
-        self._in_plan()
+        pipeline = self._in_plan()
         recipe: Recipe = describe(kind, kwargs, Optimizer, "the optimizer")
         await self._ask(lambda number, _: words.Optimize(number, recipe))
+        pipeline.optimize(
+            lambda parameters: kind(parameters, **kwargs)
+        )  # it has none: no optimizer
         self._optimized = True
 
     def gather_dependencies(self) -> dict[str, Variable]:
