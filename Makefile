@@ -20,6 +20,7 @@ bench: setup
 	.venv/bin/python benchmarks/allreduce.py --json benchmarks/results/allreduce.json
 	.venv/bin/python benchmarks/ddp.py --json benchmarks/results/ddp.json
 	.venv/bin/python benchmarks/train.py --json benchmarks/results/train.json
+	.venv/bin/python benchmarks/stages.py --json benchmarks/results/stages.json
 
 bench-scale: setup
 	.venv/bin/python benchmarks/scale.py --json benchmarks/results/scale.json

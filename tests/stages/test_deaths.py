@@ -291,7 +291,7 @@ def test_commands(environ, command):
         ("forward", 1, ("RuntimeError: a mistake of a layer", "the forward of layers 2 to 3")),
         ("backward", 1, ("RuntimeError: a mistake of a layer", "the backward of layers 2")),
         ("backward", 2, ("RuntimeError: a mistake of a layer", "the backward of layers 4")),
-        ("loss", 2, ("the loss is tensor", "returns one number")),
+        ("loss", 2, ("the loss has shape", "returns one number")),
         ("targets", 2, ("the target has shape (3, 6) where the batch has 10 rows",)),
         ("no targets", 2, ("was given no targets",)),
         ("text", 2, ("the target is a str",)),
