@@ -10,10 +10,10 @@ One model (convolutions of equal cost, fp32), one batch size, SGD, one torch thr
     1f1b@hub     ... over a hub without TLS; 1f1b@amqp over RabbitMQ
     torch        torch.distributed.pipelining's Schedule1F1B, two stages, over gloo
 Each way has processes of its own that stay alive and take turns of some steps each. A step counts
-as long as its slowest peer took, on a GPU until it has finished. `bubble`: 1 - (time of plain /
-peers) / time, so whatever a peer does beside computing is in it; `bubble_in_theory` is that of the
-schedule. `difference_to_plain`: the most that a parameter differs at the end from plain's, who saw
-the same batches.
+as long as its slowest peer took, on a GPU until it has finished. `bubble`: the part of the peers'
+time in which they used no CPU, so waited (on a GPU it says nothing); `bubble_in_theory` is that of
+the schedule. `difference_to_plain`: the most that a parameter differs at the end from plain's, who
+saw the same batches.
 """
 
 from __future__ import annotations
@@ -266,6 +266,7 @@ def row_of(way: str, args, turns: list, off: float | None) -> dict:
     return {
         "way": way,
         "link": way.partition("@")[2] or ("gloo" if peers > 1 else "none"),
+        "tls": False,
         "peers": peers,
         "stages": 1 if peers == 1 else len(plan.stages),
         "microbatches": plan.microbatches,
@@ -275,6 +276,7 @@ def row_of(way: str, args, turns: list, off: float | None) -> dict:
         "steps": len(times),
         "turns": len(turns),
         "median_s": statistics.median(times),
+        "mean_s": statistics.mean(times),
         "p10_s": quantile(times, 0.1),
         "p90_s": quantile(times, 0.9),
         "turn_median_s": [statistics.median(max(t) for t in _steps(a)) for a in turns],
@@ -294,8 +296,8 @@ def add_ratios(rows: list[dict]) -> None:
             if base in by_way:
                 pairs = zip(by_way[base]["turn_median_s"], row["turn_median_s"], strict=True)
                 row[f"ratio_to_{base}"] = statistics.median(b / own for b, own in pairs)
-        ratio = row["ratio_to_plain"]
-        row["bubble"] = 1 - ratio / row["peers"] if ratio else None
+        computing = row["cpu_s"] - row["meeting_point_cpu_s"]
+        row["bubble"] = 1 - computing / (row["peers"] * row["mean_s"])
 
 
 def show(rows: list[dict]) -> None:
@@ -305,11 +307,10 @@ def show(rows: list[dict]) -> None:
             for base in ("plain", "naive", "torch")
             if r[f"ratio_to_{base}"]
         )
-        bubble = "" if r["bubble"] is None else f" bubble {r['bubble']:.1%}"
         print(
             f"{r['way']:12}{r['peers']} peers {1e3 * r['median_s']:7.1f} ms "
-            f"({1e3 * r['p10_s']:.1f}-{1e3 * r['p90_s']:.1f}) {ratios}{bubble} "
-            f"(theory {r['bubble_in_theory']:.1%}) cpu {r['cpu_s']:.3f} s"
+            f"({1e3 * r['p10_s']:.1f}-{1e3 * r['p90_s']:.1f}) {ratios} "
+            f"waits {r['bubble']:.1%} (theory {r['bubble_in_theory']:.1%}) cpu {r['cpu_s']:.3f} s"
         )
 
 

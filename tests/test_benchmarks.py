@@ -307,3 +307,12 @@ def is_under(process: psutil.Process, folder: Path) -> bool:
         return Path(process.environ().get("TMPDIR", "/")).parent == folder
     except psutil.Error:
         return False  # it has just ended, or is another user's
+
+
+def test_stages(tmp_path: Path) -> None:
+    ways = ["plain", "alone", "naive", "1f1b", "interleaved", "torch", "1f1b@hub", "1f1b@amqp"]
+    keys = ROW | {"way", "stages", "microbatches", "bubble", "bubble_in_theory", "ratio_to_plain"}
+    small = ["--batch", "8", "--channels", "4", "--microbatches", "4", "--turns", "1"]
+    rows = rows_of(tmp_path, "stages", "--way", ",".join(ways), *small, keys=keys)
+    assert [row["way"] for row in rows] == ways
+    assert all(row["difference_to_plain"] < 1e-5 for row in rows)
