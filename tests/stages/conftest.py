@@ -17,6 +17,8 @@ def _torch(tmp_path_factory):
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        if torch.cuda.is_available():
+            torch.cuda.init()  # opens files that stay, at the first seed that is set
         parameter = torch.nn.Parameter(torch.zeros(1))
         torch.optim.SGD([parameter], lr=0.1).step()  # the first step loads half of torch
         yield
