@@ -12,6 +12,9 @@ from tests.compat.bossman.hands import Hands, single_thread
 @pytest.fixture(scope="session")
 def context():
     """Starts before the leak check of the first test that uses it looks at processes."""
+    if torch.cuda.is_available():  # what has used a GPU must not be forked
+        yield multiprocessing.get_context("spawn")
+        return
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(["tests.compat.bossman.hands"])
     loaded = made.Process()  # does nothing, and is there once torch is
