@@ -169,4 +169,4 @@ def named_targets(targets: Tensors | None) -> dict[str, Tensor]:
     if targets is None:
         return {}
     parts = (targets,) if isinstance(targets, Tensor) else tuple(targets)
-    return {target_name(index): part for index, part in enumerate(parts)}
+    return {target_name(index): part.detach() for index, part in enumerate(parts)}

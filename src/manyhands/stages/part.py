@@ -13,7 +13,7 @@ from manyhands.core.errors import UsageError
 from manyhands.core.plan import Plan, PlanError, Stage
 from manyhands.stages.batch import Batch
 from manyhands.stages.carrier import Carrier
-from manyhands.stages.gradients import Shared, unique
+from manyhands.stages.gradients import Shared, dense, unique
 from manyhands.stages.layers import Model, Running, Spec, build, specs_of
 from manyhands.stages.moves import rows_at
 from manyhands.stages.runner import Runner
@@ -102,7 +102,7 @@ class Part:
         own = [self.runners[s.index] for s in self._plan.stages_of(self._me) if s.lead == self._me]
         parameters = unique(p for r in own for m in r.modules() for p in m.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        squares = [gradient.square().sum(dtype=torch.float64) for gradient in gradients]
+        squares = [dense(gradient).square().sum(dtype=torch.float64) for gradient in gradients]
         return float(torch.stack(squares).sum()) if squares else 0.0
 
     @torch.no_grad()
@@ -128,6 +128,8 @@ class Part:
     def restore(self, states: Mapping[str, Any]) -> None:
         """What `state_of` gave, of all its layers, and fits."""
         restore(self.layers(), states, self.optimizer)
+        for shared in self._shared.values():
+            shared.note()
 
 
 def _build(

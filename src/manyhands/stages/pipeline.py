@@ -352,7 +352,8 @@ class Pipeline:
     def _apply(self, squares: float) -> None:
         factor = 1.0
         if self._clip_norm is not None:
-            factor = min(1.0, self._clip_norm / (squares**0.5 + 1e-6))  # as torch clips
+            factor = self._clip_norm / (squares**0.5 + 1e-6)  # as torch clips
+            factor = 1.0 if factor > 1.0 else factor  # what is no number stays none, everywhere
         self._part.apply(factor)
         self.num_steps += 1
 
