@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.stages.carrier import Carrier, Pending
-from manyhands.stages.variables import version_of
 
 T = TypeVar("T", bound=Tensor)
 BUCKET_BYTES = 32 << 20
@@ -42,7 +41,7 @@ class Shared:
             if id(buffer) not in others
         }
         self._places = list(buffers.values())  # a layer may put another tensor there
-        self._noted: list[tuple[Tensor, int]] = []
+        self._noted: list[Tensor] = []
 
     @torch.no_grad()
     def equalize(self) -> None:
@@ -56,8 +55,11 @@ class Shared:
         self.note()
 
     def note(self) -> None:
-        """The buffers are the same on all peers, as they are now."""
-        self._noted = [(buffer, version_of(buffer)) for buffer in self._buffers()]
+        """The buffers are the same on all peers, as they are now.
+
+        Their values are kept: torch does not count what a batch norm writes.
+        """
+        self._noted = [buffer.clone() for buffer in self._floats()]
 
     @torch.no_grad()
     def sum(self, share: float) -> None:
@@ -86,17 +88,17 @@ class Shared:
 
     def _written(self) -> list[Tensor]:
         """Those that some peer has changed since they were the same: constants stay as they are."""
-        floats = [
-            (buffer, buffer is not before or version_of(buffer) != version)
-            for buffer, (before, version) in zip(self._buffers(), self._noted, strict=True)
-            if buffer.is_floating_point()
-        ]
+        floats = self._floats()
         if not floats:
             return []
-        counts = torch.tensor([float(new) for _, new in floats], device=self._carrier.words_on)
+        new = [(b != noted).any() for b, noted in zip(floats, self._noted, strict=True)]
+        counts = torch.stack(new).to(self._carrier.words_on, torch.float32)
         self._carrier.sum(counts, self._peers).wait()
         there = cast("list[float]", counts.tolist())  # pyright: ignore[reportUnknownMemberType]
-        return [buffer for (buffer, _), count in zip(floats, there, strict=True) if count]
+        return [buffer for buffer, count in zip(floats, there, strict=True) if count]
+
+    def _floats(self) -> list[Tensor]:
+        return [buffer for buffer in self._buffers() if buffer.is_floating_point()]
 
     def _buffers(self) -> list[Tensor]:
         return [cast("Tensor", getattr(module, name)) for module, name in self._places]
