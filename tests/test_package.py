@@ -21,9 +21,8 @@ MAY_LOAD_TORCH = (
     *("manyhands.wire.tensors", "manyhands.testing", "manyhands.cli.demo_peer"),
     "manyhands.cli.demo_alone",
     *("manyhands.checkpoint.", "manyhands.data.", "manyhands.replica.", "manyhands.trainer."),
-    "manyhands.planner.profile",
-    *("manyhands.stages.", "manyhands.worker.servant"),
-    "manyhands.worker.workshop",
+    *("manyhands.planner.profile", "manyhands.stages."),
+    *("manyhands.worker.servant", "manyhands.worker.workshop"),
     *(f"manyhands.compat.bossman.{name}" for name in ("boss", "cost", "crew", "layers")),
     "manyhands.compat.bossman.variables",
     *(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, Self, get_args
 
 import msgspec
@@ -153,13 +154,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The layers, grouped."""
-        found: list[Stage] = []
-        for index, layer in enumerate(self.layers):
-            if found and (found[-1].peers, found[-1].split) == (layer.peers, layer.split):
-                found[-1] = replace(found[-1], end=index + 1)
-            else:
-                found.append(Stage(len(found), index, index + 1, layer.peers, layer.split))
-        return tuple(found)
+        return _group(self.layers)
 
     def stages_of(self, peer: int) -> tuple[Stage, ...]:
         """Those in which a peer takes part, in the order of the layers."""
@@ -205,6 +200,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         plural = "" if self.microbatches == 1 else "es"
         lines.append(f"{self.microbatches} microbatch{plural}, {self.schedule}{recompute}")
         return "\n".join(line.rstrip() for line in lines)
+
+
+@lru_cache(maxsize=64)  # asked for in every step
+def _group(layers: tuple[Layer, ...]) -> tuple[Stage, ...]:
+    found: list[Stage] = []
+    for index, layer in enumerate(layers):
+        if found and (found[-1].peers, found[-1].split) == (layer.peers, layer.split):
+            found[-1] = replace(found[-1], end=index + 1)
+        else:
+            found.append(Stage(len(found), index, index + 1, layer.peers, layer.split))
+    return tuple(found)
 
 
 class _Version(msgspec.Struct):

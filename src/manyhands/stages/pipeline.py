@@ -117,6 +117,7 @@ class Pipeline:
         Raises what the optimizer raises.
         """
         self._part.optimize(make)
+        self._has_optimizer = True
 
     def reschedule(self, microbatches: int, schedule: ScheduleName) -> None:
         """Another schedule for the same stages; all peers call it, between two steps."""

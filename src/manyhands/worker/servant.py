@@ -6,7 +6,14 @@ import logging
 import traceback as tracebacks
 from collections.abc import Callable
 
-from manyhands.core.errors import LinkTimeout, Malformed, ManyhandsError, Refused, UsageError
+from manyhands.core.errors import (
+    LinkError,
+    LinkTimeout,
+    Malformed,
+    ManyhandsError,
+    Refused,
+    UsageError,
+)
 from manyhands.core.peers import PeerId, View
 from manyhands.links.base import Delivery, Link
 from manyhands.links.messages import Ready
@@ -88,6 +95,8 @@ class Servant:
 
     def _failed(self, command: words.Command, error: Exception) -> words.Failed:
         together = isinstance(command, COLLECTIVE)
+        if isinstance(error, PlanBroken) and (cause := _own(error)) is not None:
+            error = cause
         text = "".join(tracebacks.format_exception(error))[-_TRACEBACK_CHARS:]
         hint = error.hint if isinstance(error, ManyhandsError) else None
         message = error.message if isinstance(error, ManyhandsError) else f"{_name(error)}: {error}"
@@ -109,6 +118,12 @@ class Servant:
         if ended:
             self._workshop.close()
         return words.Failed(command.id, kind, message[:_MESSAGE_CHARS], hint, text, ended)
+
+
+def _own(broken: PlanBroken) -> Exception | None:
+    """What this worker raised in the middle of something, if that has broken the plan."""
+    cause = broken.__cause__
+    return None if isinstance(cause, LinkError) or not isinstance(cause, Exception) else cause
 
 
 def _name(error: Exception) -> str:

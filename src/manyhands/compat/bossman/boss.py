@@ -148,9 +148,12 @@ class BossMan:
 
     async def send_optimizer(self, kind: type[Optimizer], kwargs: Mapping[str, Any]) -> None:
         """Each worker makes one for its parameters. Raises WorkerRefused, WorkerFailed."""
-        self._in_plan()
+        pipeline = self._in_plan()
         recipe: Recipe = describe(kind, kwargs, Optimizer, "the optimizer")
         await self._ask(lambda number, _: words.Optimize(number, recipe))
+        pipeline.optimize(
+            lambda parameters: kind(parameters, **kwargs)
+        )  # it has none: no optimizer
         self._optimized = True
 
     def gather_dependencies(self) -> dict[str, Variable]:
@@ -396,11 +399,13 @@ class BossMan:
                 seen = answer.traceback if answer.kind == "error" else ""
                 raise kind(worker.name, answer.message, seen, hint=answer.hint, ended=answer.ended)
         error = outcome.error
-        if outcome.lost or isinstance(error, PlanBroken):
+        broken = [a for a in outcome.answers.values() if isinstance(a, words.Failed) and a.ended]
+        if outcome.lost or broken or isinstance(error, PlanBroken):
             self._end()
             names = ", ".join(worker.name for worker in outcome.lost)
-            text = f"worker {names} is gone" if names else str(getattr(error, "message", error))
-            raise PlanBroken(text, hint=_AGAIN) from error
+            text = error.message if isinstance(error, PlanBroken) else ""
+            text = text or (broken[0].message if broken else "the plan is over")
+            raise PlanBroken(f"worker {names} is gone" if names else text, hint=_AGAIN) from error
         if error is not None:
             if isinstance(error, StepFailed):
                 error.add_note(f"on {error.peer}:\n{error.traceback}")
