@@ -1,6 +1,7 @@
 """Corners of the runtime: tensors that are written to, left out, of odd kinds, or kept too long."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -260,3 +261,49 @@ def test_a_first_peer_without_rows_rehearses_with_those_of_another():
     plan = mh.Plan.of_stages([(1, [0, 1], [1, 9]), (1, [1])])
     got = losses(plan, build, (X[:4], Y[:4]))
     assert got == pytest.approx(losses(mh.Plan.even(2, 1), build, (X[:4], Y[:4])), rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_what_has_arrived_is_not_kept(schedule):
+    plan = mh.Plan.of_stages([(1, [0]), (1, [1])], microbatches=16, schedule=schedule)
+    if schedule == "interleaved":
+        plan = mh.Plan.even(4, 2, stages_per_peer=2, microbatches=16)
+    models = [[nn.Linear(4, 4) for _ in plan.layers] for _ in plan.peers]
+
+    def act(carrier):
+        class Going:
+            def wait(self):
+                pass
+
+        going, most, send = weakref.WeakSet(), [], carrier.send
+
+        def watched(tensor, to):
+            send(tensor, to)
+            pending = Going()
+            going.add(pending)
+            most.append(len(going))
+            return pending
+
+        carrier.send = watched
+        pipe = mh.Pipeline(models[carrier.rank], plan, loss_fn=F.mse_loss, optimizer=sgd,
+                           group=carrier)  # fmt: skip
+        pipe.step(torch.randn(16, 4), torch.randn(16, 4))
+        return max(most)
+
+    # As many as the schedule has under way, and a few in the last backwards; not one a microbatch.
+    assert max(run_threads(2, act)) <= (4 if schedule == "1f1b" else 12)
+
+
+@pytest.mark.parametrize("rehearsed", [True, False])
+def test_an_error_that_utf8_cannot_say_is_heard(rehearsed):
+    class Reads(nn.Module):
+        def forward(self, x):
+            if rehearsed or x.any():
+                raise OSError("no file \udcff")
+            return x
+
+    def act(pipe):
+        with pytest.raises(mh.ManyhandsError, match=r"OSError: no file \\udcff"):
+            pipe.step(X, Y)
+
+    on_all(mh.Plan.even(2, 2), act, lambda: [Reads(), nn.Linear(4, 4)])

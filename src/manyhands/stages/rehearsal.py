@@ -22,6 +22,7 @@ from manyhands.stages.moves import rows_at, split_rows
 from manyhands.stages.runner import Runner, preserved
 from manyhands.stages.values import Given, Kind, Rehearsed, Table, tabulate
 from manyhands.stages.variables import INPUTS, Scope, VariableError, scoped, version_of
+from manyhands.stages.vote import sayable
 
 
 def rehearse(
@@ -142,7 +143,9 @@ class _Trial:
             wrong_variable = isinstance(error, VariableError)
             return Rehearsed(error=error.message, hint=error.hint, wrong_variable=wrong_variable)
         return Rehearsed(
-            error=f"{self._at} cannot take what it is given: {type(error).__name__}: {error}",
+            error=sayable(
+                f"{self._at} cannot take what it is given: {type(error).__name__}: {error}"
+            ),
             hint="compare what the layer before gives with what this one expects",
         )
 

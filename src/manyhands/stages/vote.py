@@ -28,10 +28,16 @@ class Failure(msgspec.Struct, frozen=True):
 
 def failure_of(error: Exception, action: Action | None = None, at: str = "") -> Failure:
     """To be told to everybody; an error of ours speaks for itself, another one is said where."""
-    text = "".join(tracebacks.format_exception(error))
+    text = sayable("".join(tracebacks.format_exception(error)))
     if isinstance(error, ManyhandsError):
         return Failure(error.message, text, error.hint, action)
-    return Failure(f"{type(error).__name__}: {error}{at and f' ({at})'}", text, None, action)
+    message = sayable(f"{type(error).__name__}: {error}{at and f' ({at})'}")
+    return Failure(message, text, None, action)
+
+
+def sayable(text: str) -> str:
+    """As UTF-8 can say it: names of files may hold bytes that it cannot."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class Verdict(NamedTuple):
