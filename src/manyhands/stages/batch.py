@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -18,9 +18,14 @@ Tensors = Tensor | Sequence[Tensor]
 _GIVE = "pass them to step() on every peer of the first stage; others may, and ignore them"
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """What the first peer of the first stage says of a step, before it."""
+Call = Literal["step", "evaluate", "predict", "forward"]
 
+
+class Opening(msgspec.Struct, frozen=True):
+    """What the first peer of the first stage says of a step, before it; which call it is in."""
+
+    call: Call
+    training: bool
     num_rows: int
     given: Given
     error: str | None = None
@@ -28,6 +33,8 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 def opening_of(
+    call: Call,
+    training: bool,
     inputs: Tensors | None,
     extra: Mapping[str, Tensor] | None,
     targets: Tensors | None,
@@ -35,7 +42,14 @@ def opening_of(
     """Of what this peer was given; what is wrong with it is for everybody to hear."""
     nothing = Given((), True, ())
     if inputs is None:
-        return Opening(0, nothing, "the first peer of the first stage was given no inputs", _GIVE)
+        return Opening(
+            call,
+            training,
+            0,
+            nothing,
+            "the first peer of the first stage was given no inputs",
+            _GIVE,
+        )
     try:
         carried, single = _parts("the input", inputs)
         wanted, single_target = ((), True) if targets is None else _parts("the target", targets)
@@ -49,7 +63,7 @@ def opening_of(
             if (count := _count(what, tensor)) != num_rows:
                 raise UsageError(f"{what} has {count} rows, the input {num_rows}")
     except UsageError as error:
-        return Opening(0, nothing, error.message, error.hint)
+        return Opening(call, training, 0, nothing, error.message, error.hint)
     kinds = [kind_of(part.detach()) for part in carried]
     given = Given(
         tuple(kinds),
@@ -58,7 +72,7 @@ def opening_of(
         tuple(kind_of(part.detach()) for part in wanted),
         single_target,
     )
-    return Opening(num_rows, given)
+    return Opening(call, training, num_rows, given)
 
 
 def _parts(what: str, given: Any) -> tuple[tuple[Tensor, ...], bool]:  # noqa: ANN401
@@ -169,4 +183,4 @@ def named_targets(targets: Tensors | None) -> dict[str, Tensor]:
     if targets is None:
         return {}
     parts = (targets,) if isinstance(targets, Tensor) else tuple(targets)
-    return {target_name(index): part for index, part in enumerate(parts)}
+    return {target_name(index): part.detach() for index, part in enumerate(parts)}

@@ -33,7 +33,7 @@ class Mail:
         self._asked: dict[int, int] = {}  # by sender: how many of its messages were asked for
         self._coming: dict[Message, _Coming] = {}
         self._own: dict[Message, Tensor] = {}  # from this peer to itself
-        self._sent: list[Pending] = []
+        self._sent: dict[int, list[tuple[Message, Pending]]] = {}  # by target: what it may lack
 
     def expect(self, actions: Iterable[Action]) -> None:
         """Ask for all that these actions need, so that it comes while others compute."""
@@ -60,17 +60,29 @@ class Mail:
         self._ask(message)
         tensor, pending = self._coming.pop(message)
         pending.wait()
+        self._release(message)
         return tensor
+
+    def _release(self, heard: Message) -> None:
+        """Let go of what must have arrived: activations are not to be kept for a whole step."""
+        left: list[tuple[Message, Pending]] = []
+        for sent, going in self._sent.get(heard.source, ()):
+            if self._traffic.has_arrived(sent, heard):
+                going.wait()
+            else:
+                left.append((sent, going))
+        self._sent[heard.source] = left
 
     def put(self, message: Message, tensor: Tensor) -> None:
         """Send it."""
         if message.target == self._me:
             self._own[message] = tensor.detach()
         else:
-            self._sent.append(self._carrier.send(tensor, message.target))
+            going = self._carrier.send(tensor, message.target)
+            self._sent.setdefault(message.target, []).append((message, going))
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        for pending in self._sent:
-            pending.wait()
+        for _, going in (sent for line in self._sent.values() for sent in line):
+            going.wait()
         self._sent.clear()

@@ -13,11 +13,12 @@ from manyhands.core.errors import UsageError
 from manyhands.core.plan import Plan, PlanError, Stage
 from manyhands.stages.batch import Batch
 from manyhands.stages.carrier import Carrier
-from manyhands.stages.gradients import Shared, unique
+from manyhands.stages.gradients import Shared, dense, unique
 from manyhands.stages.layers import Model, Running, Spec, build, specs_of
 from manyhands.stages.moves import rows_at
 from manyhands.stages.runner import Runner
 from manyhands.stages.saving import check_fit, restore, state_of
+from manyhands.stages.terms import agree_forms
 from manyhands.stages.vote import together
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -36,17 +37,22 @@ class Part:
         optimizer: MakeOptimizer | None,
         seed: int,
     ) -> None:
-        if optimizer is not None and not callable(optimizer):
-            raise UsageError(
-                f"the optimizer is a {type(optimizer).__name__}",
-                hint="give what makes one, of the parameters that this peer will have: "
-                "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
-            )
         self._plan, self._me = plan, carrier.rank
-        self.runners = together(
-            carrier, plan, lambda: _build(specs_of(model), plan, carrier.rank, device, seed)
-        )
+
+        def build_own() -> dict[int, Runner]:
+            if optimizer is not None and not callable(optimizer):
+                raise UsageError(
+                    f"the optimizer is a {type(optimizer).__name__}",
+                    hint="give what makes one, of the parameters that this peer will have: "
+                    "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+                )
+            return _build(specs_of(model), plan, carrier.rank, device, seed)
+
+        self.runners = together(carrier, plan.peers, build_own)
         wide = [stage for stage in plan.stages if len(stage.peers) > 1]
+        if wide:
+            mine = {index: runner.modules() for index, runner in self.runners.items()}
+            agree_forms(carrier, plan, [(stage, mine.get(stage.index, [])) for stage in wide])
         carrier.prepare([stage.peers for stage in wide], _pairs(plan))
         self._shared: dict[int, Shared] = {}
         held: list[nn.Module] = []
@@ -60,7 +66,9 @@ class Part:
             shared.equalize()
         self._parameters = unique(p for layer in self.layers() for p in layer.module.parameters())
         self.optimizer: Optimizer | None = None
-        together(carrier, plan, lambda: None if optimizer is None else self.optimize(optimizer))
+        together(
+            carrier, plan.peers, lambda: None if optimizer is None else self.optimize(optimizer)
+        )
 
     def optimize(self, make: MakeOptimizer) -> None:
         """From now on with this optimizer, which begins without state. Raises what it raises."""
@@ -102,7 +110,7 @@ class Part:
         own = [self.runners[s.index] for s in self._plan.stages_of(self._me) if s.lead == self._me]
         parameters = unique(p for r in own for m in r.modules() for p in m.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        squares = [gradient.square().sum(dtype=torch.float64) for gradient in gradients]
+        squares = [dense(gradient).square().sum(dtype=torch.float64) for gradient in gradients]
         return float(torch.stack(squares).sum()) if squares else 0.0
 
     @torch.no_grad()
@@ -128,6 +136,8 @@ class Part:
     def restore(self, states: Mapping[str, Any]) -> None:
         """What `state_of` gave, of all its layers, and fits."""
         restore(self.layers(), states, self.optimizer)
+        for shared in self._shared.values():
+            shared.note()
 
 
 def _build(

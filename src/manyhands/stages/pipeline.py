@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 
 from manyhands.core.address import redact
 from manyhands.core.errors import CheckpointError, LinkError, UsageError
-from manyhands.core.plan import Plan, PlanError, ScheduleName
+from manyhands.core.plan import Plan, ScheduleName
 from manyhands.stages.archive import Archive
-from manyhands.stages.batch import Batch, Opening, Tensors, opening_of
+from manyhands.stages.batch import Batch, Call, Opening, Tensors, opening_of
 from manyhands.stages.carrier import Carrier, carrier_for
 from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.layers import Model, Running
@@ -40,6 +40,7 @@ from manyhands.stages.part import MakeOptimizer, Part
 from manyhands.stages.rehearsal import rehearse
 from manyhands.stages.schedule import Action, Orders, orders_of, picture
 from manyhands.stages.step import LossFn, Step, joined, output_names
+from manyhands.stages.terms import Terms, agree
 from manyhands.stages.traffic import Traffic
 from manyhands.stages.values import Given, Table
 from manyhands.stages.vote import Verdict, vote
@@ -82,7 +83,6 @@ class Pipeline:
         self._loss_is_mean, self._clip_norm, self._seed = loss_is == "mean", clip_norm, seed
         self._has_optimizer = optimizer is not None
         self._carrier = carrier_for(group, self.device)
-        _check_size(plan, self._carrier.size)
         self.me = self._carrier.rank
         self.num_steps = 0
         self._saved: tuple[str, int] | None = None  # the newest checkpoint
@@ -91,7 +91,17 @@ class Pipeline:
         self._courses: dict[tuple[Any, ...], _Course] = {}
         self._half: tuple[Step, Batch, _Course] | None = None  # a forward without its backward
         self._broken: str | None = None  # why nothing goes on
+        terms = Terms(
+            plan=plan.to_json(),
+            loss_fn=loss_fn is not None,
+            optimizer=optimizer is not None,
+            targets=targets,
+            loss_is=loss_is,
+            clip_norm=clip_norm,
+            seed=seed,
+        )
         with self._carrying():
+            agree(self._carrier, plan, terms)
             self._part = Part(
                 model,
                 plan,
@@ -154,7 +164,7 @@ class Pipeline:
             raise UsageError("step() needs a loss", hint="Pipeline(..., loss_fn=...)")
         self._need_optimizer("step")
         with self._carrying(), torch.enable_grad():
-            batch, course = self._open(inputs, targets, extra, backward=True)
+            batch, course = self._open(inputs, targets, extra, call="step")
             step = self._step(batch, course, self._loss_fn)
             self._part.zero()
             step.run(course.orders[self.me])
@@ -170,7 +180,7 @@ class Pipeline:
         if self._loss_fn is None:
             raise UsageError("evaluate() needs a loss", hint="Pipeline(..., loss_fn=...)")
         with self._carrying(), torch.no_grad():
-            batch, course = self._open(inputs, targets, extra, backward=False)
+            batch, course = self._open(inputs, targets, extra, call="evaluate")
             step = self._step(batch, course, self._loss_fn)
             step.run(_forwards(course.orders[self.me]))
             return self._finish(step, batch, apply=False)
@@ -180,7 +190,7 @@ class Pipeline:
     ) -> Tensor | tuple[Tensor, ...] | None:
         """The output of one batch, without gradients: on each peer of the last stage its rows."""
         with self._carrying(), torch.no_grad():
-            batch, course = self._open(inputs, None, extra, backward=False)
+            batch, course = self._open(inputs, None, extra, call="predict")
             step = self._step(batch, course, None)
             step.run(_forwards(course.orders[self.me]))
             self._finish(step, batch, apply=False)
@@ -193,7 +203,7 @@ class Pipeline:
         `backward` must follow. All microbatches go forward before any goes back.
         """
         with self._carrying(), torch.enable_grad():
-            batch, course = self._open(inputs, None, extra, backward=True)
+            batch, course = self._open(inputs, None, extra, call="forward")
             step = self._step(batch, course, None)
             step.run(_forwards(course.orders[self.me]))
             self._finish(step, batch, apply=False, keep=True)
@@ -273,7 +283,7 @@ class Pipeline:
         targets: Tensors | None,
         extra: Mapping[str, Tensor] | None,
         *,
-        backward: bool,
+        call: Call,
     ) -> tuple[Batch, _Course]:
         """Agree on what the step is about; rehearse it, if it is of a new kind."""
         if self._half is not None:
@@ -282,12 +292,19 @@ class Pipeline:
         said = None
         if self.me == first.lead:
             routed = targets if self._targets_come_first else None
-            said = msgspec.msgpack.encode(opening_of(inputs, extra, routed))
+            said = msgspec.msgpack.encode(opening_of(call, self._training, inputs, extra, routed))
         opening = msgspec.msgpack.decode(self._carrier.say(said, first.lead), type=Opening)
+        if (opening.call, opening.training) != (call, self._training):
+            # The others are in the middle of another thing: whatever this peer does, it ends here.
+            lead = self.plan.peers[first.lead]
+            raise PlanBroken(
+                f"peer {lead} is in {_said(opening.call, opening.training)}, "
+                f"this one in {_said(call, self._training)}: all peers make the same calls"
+            )
         if opening.error is not None:
             raise UsageError(opening.error, hint=opening.hint)
         batch = Batch(opening, self.plan.microbatches, inputs, extra, targets, self.device)
-        return batch, self._course(opening.given, batch, backward=backward)
+        return batch, self._course(opening.given, batch, backward=call in ("step", "forward"))
 
     def _course(self, given: Given, batch: Batch, *, backward: bool) -> _Course:
         key = (given, self._training, backward)
@@ -353,7 +370,8 @@ class Pipeline:
     def _apply(self, squares: float) -> None:
         factor = 1.0
         if self._clip_norm is not None:
-            factor = min(1.0, self._clip_norm / (squares**0.5 + 1e-6))  # as torch clips
+            factor = self._clip_norm / (squares**0.5 + 1e-6)  # as torch clips
+            factor = 1.0 if factor > 1.0 else factor  # what is no number stays none, everywhere
         self._part.apply(factor)
         self.num_steps += 1
 
@@ -405,6 +423,7 @@ class Pipeline:
             raise self._break(error.message) from error
         except BaseException as error:
             said = f"{type(error).__name__}: {error}".removesuffix(": ")
+            said = error.message if isinstance(error, PlanBroken) else said
             broken = self._break(f"peer {self.plan.peers[self.me]} gave up: {said}")
             self._carrier.give_up(f"{said} on peer {self.plan.peers[self.me]}")
             if isinstance(error, Exception):
@@ -446,16 +465,6 @@ class Pipeline:
         self._half = None
 
 
-def _check_size(plan: Plan, size: int) -> None:
-    if len(plan.peers) != size:
-        raise PlanError(
-            f"the plan is for {len(plan.peers)} peers, the group has {size}",
-            hint="make a plan for the peers that are here"
-            if size > 1
-            else "call torch.distributed.init_process_group first",
-        )
-
-
 def again(num_peers: int, environ: Mapping[str, str], arguments: Sequence[str]) -> str:
     """The command that starts this program once more, for one peer less than these.
 
@@ -475,6 +484,10 @@ def again(num_peers: int, environ: Mapping[str, str], arguments: Sequence[str]) 
     if environ.get("LOCAL_WORLD_SIZE") == str(num_peers):
         return shlex.join(["torchrun", "--nproc-per-node", left, *arguments])
     return shlex.join(["python", *arguments])
+
+
+def _said(call: Call, training: bool) -> str:
+    return f"{call}() in {'training' if training else 'evaluation'} mode"
 
 
 def _forwards(order: Sequence[Action]) -> list[Action]:

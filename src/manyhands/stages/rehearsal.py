@@ -18,10 +18,11 @@ from manyhands.core.plan import Plan, PlanError
 from manyhands.stages.carrier import Carrier
 from manyhands.stages.chance import forked
 from manyhands.stages.layers import Carried
-from manyhands.stages.moves import rows_at
+from manyhands.stages.moves import rows_at, split_rows
 from manyhands.stages.runner import Runner, preserved
 from manyhands.stages.values import Given, Kind, Rehearsed, Table, tabulate
-from manyhands.stages.variables import INPUTS, Scope, VariableError, scoped
+from manyhands.stages.variables import INPUTS, Scope, VariableError, scoped, version_of
+from manyhands.stages.vote import sayable
 
 
 def rehearse(
@@ -40,7 +41,8 @@ def rehearse(
     for stage in plan.stages:
         said = None
         if carrier.rank == stage.lead:
-            rows = max(1, len(rows_at(stage, stage.lead, num_rows)))
+            shares = split_rows(num_rows, stage.split)
+            rows = len(rows_at(stage, stage.lead, num_rows)) or max(map(len, shares))
             trial = _Trial(runners[stage.index], rows, device)
             said = msgspec.msgpack.encode(trial.run(carried, single, known, givers))
         did = msgspec.msgpack.decode(carrier.say(said, stage.lead), type=Rehearsed)
@@ -89,11 +91,14 @@ class _Trial:
         *,
         copied: bool,
     ) -> Rehearsed:
+        given: list[tuple[Tensor, int]] = []  # with the version that it has when it is given
+
         def zeros(kind: Kind) -> Tensor:
             shape = kind.shape if kind.whole else (self._rows, *kind.shape)
             made = torch.zeros(shape, dtype=getattr(torch, kind.dtype), device=self._device)
             made.requires_grad_(kind.grad and torch.is_grad_enabled())
-            return made.clone() if copied else made
+            given.append((made.clone() if copied else made, version_of(made)))
+            return given[-1][0]
 
         def maker(kind: Kind) -> Callable[[], Tensor]:
             return lambda: zeros(kind)
@@ -117,7 +122,7 @@ class _Trial:
                 if name not in givers
             },
             popped=tuple(scope.popped),
-            copied=copied,
+            copied=copied or any(version_of(tensor) != version for tensor, version in given),
         )
 
     def _stashed(self, scope: Scope, name: str, who: str) -> Kind:
@@ -138,7 +143,9 @@ class _Trial:
             wrong_variable = isinstance(error, VariableError)
             return Rehearsed(error=error.message, hint=error.hint, wrong_variable=wrong_variable)
         return Rehearsed(
-            error=f"{self._at} cannot take what it is given: {type(error).__name__}: {error}",
+            error=sayable(
+                f"{self._at} cannot take what it is given: {type(error).__name__}: {error}"
+            ),
             hint="compare what the layer before gives with what this one expects",
         )
 

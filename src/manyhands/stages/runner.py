@@ -134,6 +134,7 @@ class Runner:
             inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         scope = Scope({name: t for name, t in inputs.items() if not name.startswith("#")})
         carried = table.carried_into(self.stage, inputs)
+        num_rows = len(carried[0] if isinstance(carried, tuple) else carried)
         with scoped(scope):
             for layer in self.layers:
                 if seeds is not None:
@@ -147,11 +148,12 @@ class Runner:
         for value in table.made_by(self.stage):
             if value.name in scope.values:
                 outputs[value.name] = scope.look(value.name)
-        self._check(outputs, table)
+        self._check(outputs, table, num_rows)
         return outputs
 
-    def _check(self, outputs: Mapping[str, Tensor], table: Table) -> None:
-        """What was rehearsed is what the receivers have made room for."""
+    def _check(self, outputs: Mapping[str, Tensor], table: Table, num_rows: int) -> None:
+        """What was rehearsed is what the receivers have made room for, and send gradients of."""
+        who = f"{self.layers[-1].said} or one before it"
         for value in table.made_by(self.stage):
             tensor = outputs.get(value.name)
             if tensor is None:
@@ -159,9 +161,19 @@ class Runner:
             shape = tuple(tensor.shape if value.kind.whole else tensor.shape[1:])
             if shape != value.kind.shape or str(tensor.dtype) != f"torch.{value.kind.dtype}":
                 raise UsageError(
-                    f"{self.layers[-1].said} or one before it gave {tensor.dtype} of shape "
-                    f"{tuple(tensor.shape)} where {value.kind} was agreed for these inputs",
+                    f"{who} gave {tensor.dtype} of shape {tuple(tensor.shape)} where {value.kind} "
+                    "was agreed for these inputs",
                     hint="what crosses between stages must depend on the shape of the inputs only",
+                )
+            if not value.kind.whole and len(tensor) != num_rows:
+                raise UsageError(
+                    f"{who} was given {num_rows} rows, and {len(tensor)} came out",
+                    hint="layers of a plan keep the rows of the batch: mask those of no use",
+                )
+            if torch.is_grad_enabled() and tensor.requires_grad and not value.kind.grad:
+                raise UsageError(
+                    f"{who} gave a tensor that needs a gradient, where none was agreed",
+                    hint="freeze and unfreeze layers before their Pipeline is made",
                 )
 
 

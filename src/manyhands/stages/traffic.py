@@ -48,6 +48,11 @@ class Traffic:
         self._sent: dict[tuple[int, Action], list[Message]] = {}
         self._needed: dict[tuple[int, Action], list[Message]] = {}
         self.lines: dict[tuple[int, int], list[Message]] = {}
+        self._place = {
+            (peer, action): place
+            for peer, order in orders.items()
+            for place, action in enumerate(order)
+        }
         for message in _messages(plan, table, rows, backward=backward):
             self._sent.setdefault((message.source, message.made_by), []).append(message)
             self._needed.setdefault((message.target, message.used_by), []).append(message)
@@ -64,6 +69,14 @@ class Traffic:
     def needed(self, peer: int, action: Action) -> list[Message]:
         """What a peer needs before an action, from itself too; of one value in order of rows."""
         return self._needed.get((peer, action), [])
+
+    def has_arrived(self, sent: Message, heard: Message) -> bool:
+        """Whether the receiver of `sent` has taken it, since it has sent `heard` now.
+
+        It had to take what it needed for an action before it could send what the action made.
+        """
+        used, made = (sent.target, sent.used_by), (heard.source, heard.made_by)
+        return self._place[used] <= self._place[made]
 
 
 def _messages(

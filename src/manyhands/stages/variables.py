@@ -59,7 +59,7 @@ class Scope:
             )
         self.stashed[name] = self._who()
         self.values[name] = tensor
-        self._versions[name] = tensor._version  # pyright: ignore[reportPrivateUsage]
+        self._versions[name] = version_of(tensor)
         if whole:
             self.whole.add(name)
 
@@ -80,7 +80,7 @@ class Scope:
         Where the layer that writes is on another peer, it would write to a copy.
         """
         value = self.values[name]
-        if name in self._versions and value._version != self._versions[name]:  # pyright: ignore[reportPrivateUsage]
+        if name in self._versions and version_of(value) != self._versions[name]:
             raise VariableError(
                 f"{self.stashed[name]} stashes {name!r}, and a later layer writes into that tensor",
                 hint="use inplace=False there, or stash a clone",
@@ -89,6 +89,11 @@ class Scope:
 
     def _who(self) -> str:
         return self.layer or "a layer"
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to, its views too; torch does not count in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
 _scope: ContextVar[Scope | None] = ContextVar("manyhands variables", default=None)

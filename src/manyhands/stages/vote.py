@@ -10,7 +10,6 @@ import msgspec
 import torch
 
 from manyhands.core.errors import ManyhandsError
-from manyhands.core.plan import Plan
 from manyhands.stages.carrier import Carrier
 from manyhands.stages.errors import StepFailed
 from manyhands.stages.schedule import Action
@@ -29,10 +28,16 @@ class Failure(msgspec.Struct, frozen=True):
 
 def failure_of(error: Exception, action: Action | None = None, at: str = "") -> Failure:
     """To be told to everybody; an error of ours speaks for itself, another one is said where."""
-    text = "".join(tracebacks.format_exception(error))
+    text = sayable("".join(tracebacks.format_exception(error)))
     if isinstance(error, ManyhandsError):
         return Failure(error.message, text, error.hint, action)
-    return Failure(f"{type(error).__name__}: {error}{at and f' ({at})'}", text, None, action)
+    message = sayable(f"{type(error).__name__}: {error}{at and f' ({at})'}")
+    return Failure(message, text, None, action)
+
+
+def sayable(text: str) -> str:
+    """As UTF-8 can say it: names of files may hold bytes that it cannot."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class Verdict(NamedTuple):
@@ -69,7 +74,7 @@ def vote(
     return Verdict(total, norm)
 
 
-def together(carrier: Carrier, plan: Plan, act: Callable[[], T]) -> T:
+def together(carrier: Carrier, peers: tuple[str, ...], act: Callable[[], T]) -> T:
     """What all peers do, each for itself. Raises StepFailed on all if it goes wrong on one; whoever
     did it wrong, by our own words, hears those.
     """
@@ -77,11 +82,11 @@ def together(carrier: Carrier, plan: Plan, act: Callable[[], T]) -> T:
         made = act()
     except Exception as error:
         try:
-            vote(carrier, plan.peers, failure=failure_of(error), loss=0.0, squares=0.0)
+            vote(carrier, peers, failure=failure_of(error), loss=0.0, squares=0.0)
         except StepFailed as failed:
             raise (error if isinstance(error, ManyhandsError) else failed) from error.__cause__
         raise
-    vote(carrier, plan.peers, failure=None, loss=0.0, squares=0.0)
+    vote(carrier, peers, failure=None, loss=0.0, squares=0.0)
     return made
 
 
