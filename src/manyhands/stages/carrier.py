@@ -100,6 +100,18 @@ class GroupCarrier:
             for pair in sorted(set(pairs)):
                 if pair not in self._lines:
                     self._lines[pair] = self._new_group(tuple(sorted(pair)))
+                    self._open_line(*pair)
+
+    def _open_line(self, source: int, target: int) -> None:
+        """NCCL connects two ranks at their first message, and both wait there.
+
+        Here all lines are opened in one order, so nobody waits in a circle.
+        """
+        word = torch.zeros(1, device=self.words_on)
+        if self.rank == source:
+            self.send(word, target).wait()
+        elif self.rank == target:
+            self.receive(word, source).wait()
 
     def _new_group(self, ranks: tuple[int, ...]) -> Any:  # noqa: ANN401
         if self._group is not dist.group.WORLD:

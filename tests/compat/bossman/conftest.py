@@ -30,6 +30,8 @@ def _torch(tmp_path_factory):
     """What optimizers load of the compiler has its folder where it may stay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        if torch.cuda.is_available():
+            torch.cuda.init()  # opens files that stay
         parameter = torch.nn.Parameter(torch.zeros(1))
         torch.optim.SGD([parameter], lr=0.1).step()  # the first step loads half of torch
         yield
