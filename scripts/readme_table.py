@@ -41,6 +41,17 @@ TRAININGS = {
     "amqp": "`manyhands.join`, RabbitMQ",
     "hivemind": "hivemind.Optimizer",
 }
+WAYS = {
+    "plain": "a plain loop, one process",
+    "alone": "a plan of one stage",
+    "naive": "two stages, one microbatch",
+    "afab": "two stages, all forward, all backward",
+    "1f1b": "two stages, 1F1B",
+    "interleaved": "two stages a peer, interleaved",
+    "torch": "torch.distributed.pipelining, 1F1B",
+    "1f1b@hub": "two stages, 1F1B, hub without TLS",
+    "1f1b@amqp": "two stages, 1F1B, RabbitMQ",
+}
 
 
 def links(result: dict) -> list[str]:
@@ -146,6 +157,27 @@ def train(result: dict) -> list[str]:
     return lines
 
 
+def stages(result: dict) -> list[str]:
+    """Milliseconds of a step, and how it compares."""
+    lines = [
+        "Milliseconds of a step, median (p10 to p90); times as fast as the others of the same run:",
+        "",
+        *_head("", ["step", "naive", "torch", "waits", "waits in theory"]),
+    ]
+    for row in result["rows"]:
+        times = (1e3 * row[key] for key in ("median_s", "p10_s", "p90_s"))
+        several = row["peers"] > 1
+        cells = [
+            "{:.0f} ({:.0f} to {:.0f})".format(*times),
+            f"{row['ratio_to_naive']:.2f}x",
+            f"{row['ratio_to_torch']:.2f}x",
+            f"{row['bubble']:.1%}" if several else "",
+            f"{row['bubble_in_theory']:.1%}" if several else "",
+        ]
+        lines.append(_row(WAYS[row["way"]], cells))
+    return lines
+
+
 def _rate(row: dict | None) -> str:
     if row is None:
         return ""
@@ -188,7 +220,7 @@ def main() -> int:
     """0 when README.md has the tables."""
     readme = ROOT / "README.md"
     text = wanted = readme.read_text()
-    for make in (links, allreduce, ddp, train):
+    for make in (links, allreduce, ddp, train, stages):
         name = make.__name__
         if f"<!-- bench:{name} -->" not in text:
             continue
