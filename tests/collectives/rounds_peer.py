@@ -86,6 +86,9 @@ class Zygote:
                     self._status[said["pid"]] = said["status"]
                     self._changed.notify_all()
             else:
+                with self._changed:
+                    # Numbers come round again in a long session: this one is of a new process.
+                    self._status.pop(said["pid"], None)
                 self._pids.put(said["pid"])
 
 

@@ -73,6 +73,9 @@ class Zygote:
                     self._status[said["pid"]] = said["status"]
                     self._changed.notify_all()
             else:
+                with self._changed:
+                    # Numbers come round again in a long session: this one is of a new process.
+                    self._status.pop(said.get("pid"), None)
                 self._started.put(said.get("pid"))
 
 
