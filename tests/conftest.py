@@ -17,10 +17,11 @@ pytest.register_assert_rewrite("manyhands.testing.contract")
 
 from manyhands.testing.broker import Broker  # noqa: E402
 from manyhands.testing.leaks import no_leaks  # noqa: E402
-from tests.collectives.backend.crew import Zygote  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tests.collectives.backend.crew import Zygote
 
 SEED = 20260101
 
@@ -65,6 +66,8 @@ def broker(
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     """Starts before the leak check of the first test that uses it looks at processes."""
+    from tests.collectives.backend.crew import Zygote
+
     made = Zygote()
     yield made
     made.close()
