@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from tests.collectives.rounds_peer import PeerProcess, Zygote
+from manyhands.checkpoint.store import Store
+from tests.collectives.rounds_peer import PATIENCE_S, PeerProcess, Zygote
 from tests.replica import training
 from tests.replica.training import BATCH, GRAIN, SIZE, alone, shadow
 
@@ -54,9 +57,9 @@ class Hands:
         self.all.append(hand)
         return hand
 
-    def start(self, number: int, **train) -> list[PeerProcess]:
+    def start(self, number: int, *points: dict, **train) -> list[PeerProcess]:
         """So many, that wait for each other."""
-        return [self.join(min_peers=number, **train) for _ in range(number)]
+        return [self.join(*points, min_peers=number, **train) for _ in range(number)]
 
     def kill(self) -> None:
         """All that are left, at once: whoever comes next begins another life of the run."""
@@ -65,7 +68,7 @@ class Hands:
         for hand in left:
             os.kill(hand.pid, signal.SIGKILL)
         for hand in left:
-            assert hand.wait() == -signal.SIGKILL
+            assert hand.wait() == -signal.SIGKILL, f"it ended by itself: {hand.report()}"
 
     def finish(self, *dead: PeerProcess, patience_s: float = 60.0) -> None:
         """All but the dead come to the end; then all that anybody has said is checked."""
@@ -117,6 +120,22 @@ def check_counted(said: dict) -> None:
     counted = sorted(unit for start, stop in said["spans"] for unit in range(start, stop))
     units = -(-calendar.num_samples(said["counted"]) // GRAIN)
     assert counted == list(range(units)), said
+
+
+def held_at(round_: int) -> dict:
+    """The point at which a peer waits: the state after so many rounds gets saved, few more do.
+
+    A state is taken while the round after it is computed. Nobody can end by itself meanwhile.
+    """
+    return {"what": "forward", "round": round_ + 1, "then": "wait"}
+
+
+def until_saved(folder: Path, round_: int) -> None:
+    """The state after so many rounds is on disk. It is written beside the training."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not any(p.complete and p.round >= round_ for p in Store(str(folder)).places()):
+        assert time.monotonic() < deadline, f"round {round_} is not in {folder}"
+        time.sleep(0.01)
 
 
 def until_round(hand: PeerProcess, number: int) -> None:

@@ -9,29 +9,18 @@ from pathlib import Path
 import pytest
 
 from manyhands.checkpoint.store import Store
-from tests.replica.hands import Hands
+from tests.replica.hands import Hands, held_at, until_saved
 
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
-
-
-def saved(folder: Path, round_: int):
-    """The state after so many rounds is on disk. It is written beside the training."""
-
-    def is_there(said):
-        return any(p.complete and p.round >= round_ for p in Store(str(folder)).places())
-
-    return is_there
 
 
 def test_resumed_five_times_at_other_numbers_of_peers(zygote, url, tmp_path):
     with Hands(
         zygote, url, epochs=6, checkpoints=str(tmp_path / "saved"), save_every=1, resume=True
     ) as hands:
-        hands.join(resume=False).until(saved(tmp_path / "saved", 2))
-        hands.kill()
-        for number, until in ((3, 6), (2, 9), (1, 12), (2, 17)):
-            some = hands.start(number)
-            some[0].until(saved(tmp_path / "saved", until))
+        for number, until in ((1, 2), (3, 6), (2, 9), (1, 12), (2, 17)):
+            hands.start(number, held_at(until), resume=until > 2)
+            until_saved(tmp_path / "saved", until)
             hands.kill()
         dead = list(hands.all)
         last = hands.start(3)
@@ -50,8 +39,8 @@ def test_bit_identical_with_equal_shares(zygote, hub, tmp_path):
             zygote, url, shares="equal", checkpoints=folder, save_every=1, keep=100
         ) as hands:
             for stop in stops:
-                for hand in hands.start(2):
-                    hand.until(saved(Path(folder), stop))
+                hands.start(2, held_at(stop))
+                until_saved(Path(folder), stop)
                 hands.kill()
                 while hub.room(hands.run).view.roster:  # a run that is remembered, and nobody there
                     time.sleep(0.01)
@@ -68,7 +57,8 @@ def test_bit_identical_with_equal_shares(zygote, hub, tmp_path):
 def test_a_broken_checkpoint_is_named_and_the_one_before_used(zygote, url, tmp_path):
     folder = tmp_path / "saved"
     with Hands(zygote, url, checkpoints=str(folder), save_every=1, keep=100) as hands:
-        hands.join().until(saved(folder, 2))
+        hands.join(held_at(2))
+        until_saved(folder, 2)
         hands.kill()
         newest = folder / [place.tensors for place in Store(folder).places() if place.complete][-1]
         data = bytearray(newest.read_bytes())
@@ -112,9 +102,8 @@ def test_the_first_of_the_roster_saves_and_the_newest_stay(zygote, url, tmp_path
 def test_without_a_checkpoint_it_waits_for_who_has_one(zygote, url, tmp_path):
     """It must not begin the run anew in silence."""
     with Hands(zygote, url, save_every=1) as hands:
-        hold = {"what": "forward", "round": 10, "then": "wait"}  # or it may end by itself
-        first = hands.join(hold, checkpoints=str(tmp_path / "one"))
-        first.until(saved(tmp_path / "one", 3))
+        first = hands.join(held_at(3), checkpoints=str(tmp_path / "one"))
+        until_saved(tmp_path / "one", 3)
         hands.kill()
         second = hands.join(checkpoints=str(tmp_path / "none"), resume=True)
         third = hands.join(checkpoints=str(tmp_path / "one"), resume=True)
