@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -102,7 +103,9 @@ def test_nothing_is_left_behind(tmp_path, number, when, code):
 
 def test_a_peer_that_fails_ends_the_demo(tmp_path):
     with start(tmp_path, "--peers", "2") as process:
-        family_of(process, "2 peers")[-1].terminate()
+        family = family_of(process, "2 peers")
+        (last,) = (one for one in family if name_of(one) == "peer-3")
+        last.terminate()
         out, err = process.communicate()
     assert process.returncode == 1, out
     assert "peer-3 ended with code -15" in err
@@ -112,9 +115,18 @@ def family_of(process, when):
     """Its guard and its peers, once it has said something that begins with `when`."""
     assert any(line.startswith(when) for line in process.stdout)
     parent = psutil.Process(process.pid)
-    while sum(PEER in child.cmdline() for child in parent.children()) < 3:
-        assert process.poll() is None
-    return sorted(parent.children(), key=lambda child: child.pid)
+    while len([child for child in parent.children() if name_of(child) is not None]) < 3:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    return parent.children()
+
+
+def name_of(child):
+    """Of a peer; None if it is none, or not yet."""
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # one that has just begun, or ended
+        if PEER in child.cmdline():
+            return child.environ()["MANYHANDS_NAME"]
+    return None
 
 
 # -- what the score finds -----------------------------------------------------------------------
