@@ -242,7 +242,7 @@ def test_the_command_that_goes_on(tmp_path, uninterrupted, num_peers):
         assert words[:2] == ["manyhands", "run"]
         command = [sys.executable, "-m", *words]
         return subprocess.run(
-            command, env=environ | extra, capture_output=True, text=True, timeout=100, check=False
+            command, env=environ | extra, capture_output=True, text=True, timeout=140, check=False
         )
 
     script = [str(tests / "stages" / "script.py"), str(tmp_path / "saved")]

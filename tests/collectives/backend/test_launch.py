@@ -20,6 +20,7 @@ from tests.collectives.backend.crew import Crew
 
 SCRIPT = Path(programs.__file__).parent / "script.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+PATIENCE_S = 200.0  # for programs of which each loads torch, where others work too
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +279,7 @@ def begin(*command, **variables):
 def ended(*processes):
     """(code, stdout, stderr) of each; none is left running."""
     try:
-        said = [process.communicate(timeout=100) for process in processes]
+        said = [process.communicate(timeout=PATIENCE_S) for process in processes]
     finally:
         for process in processes:
             process.kill()
