@@ -31,6 +31,19 @@ main()
 """
 
 
+# A peer that, where it waits to be let in, says whether it had to load more for its first step.
+WAITING = """
+import runpy, sys
+
+class Stdin:
+    def readline(self):
+        sys.exit(0 if "torch._dynamo" in sys.modules else "it has yet to load the compiler")
+
+sys.argv, sys.stdin = ["demo_peer", "1"], Stdin()
+runpy.run_module("manyhands.cli.demo_peer", run_name="__main__")
+"""
+
+
 @contextmanager
 def start(tmp_path, *options):
     """The demo; leaving the block kills it."""
@@ -76,6 +89,14 @@ def test_at_a_broker_and_not_long_enough(broker, tmp_path):
     assert "read right instead of 97 %" in problem
     assert f"error: {problem}" in err
     assert "manyhands run -n 3" not in err
+
+
+def test_a_peer_that_waits_has_loaded_all_that_it_needs(tmp_path):
+    """Else the run could be over before one that joins late has made its first step."""
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", WAITING]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_place_that_is_not_there(tmp_path):
