@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -137,6 +138,9 @@ class Teller:
     def pass_by(self, what: str, round_: int) -> None:
         pass
 
+    def linger(self, seconds: float) -> None:
+        pass
+
 
 def train(
     teller: Any = None,
@@ -147,6 +151,8 @@ def train(
     epochs: int = 3,
     grain: int | None = GRAIN,
     pace_s: float = 0.0,
+    linger_s: float = 0.0,
+    linger_from: int = 0,
     min_peers: int = 1,
     lease_s: float = 10.0,
     stop_at: int | None = None,
@@ -160,6 +166,8 @@ def train(
 ) -> None:
     """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round.
 
+    A pass takes `pace_s` longer than it would; a round, from `linger_from` on, `linger_s`, until
+    the peer is told to hurry.
     In rounds that are `astray` its optimizer is off by the last bit of one number. `flush`: its
     arithmetic is another one, though not for numbers that come up here. `dies_opening`: see there.
     `show`: it says what its parameters are when a round begins, and when it has stepped.
@@ -190,6 +198,9 @@ def train(
                     teller.say({"begins": at, "parameters": digest_of(model)})
                 teller.pass_by("forward", at)
                 time.sleep(pace_s)
+                if at >= linger_from:
+                    teller.linger(linger_s)
+                    linger_from = at + 1  # once a round
                 optimizer.zero_grad()
                 loss = criterion(model(x.to(device)), y.to(device))
                 mean = hand.mean(loss)
@@ -270,6 +281,20 @@ def dial_by_points(child: Any) -> None:
         return trip
 
     session.dial = dial_as_told
+    if "terms" in child.orders:
+        usual = session._terms
+        session._terms = lambda *given: replace(usual(*given), **child.orders["terms"])
+
+
+def leave_by_points(child: Any) -> None:
+    """It passes by the point "leaving" when the others have been told that it will."""
+    leave = Conductor.leave
+
+    def leave_and_pass_by(self: Conductor, *, finished: bool) -> None:
+        leave(self, finished=finished)
+        child.pass_by("leaving", None)
+
+    Conductor.leave = leave_and_pass_by
 
 
 def play(child: Any) -> None:
@@ -278,6 +303,7 @@ def play(child: Any) -> None:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     dial_by_points(child)
+    leave_by_points(child)
     deviation.STRIDE = 1  # all of the state is compared in every round
     train(child, **child.orders["train"])
 

@@ -6,7 +6,6 @@ passes by the points "forward" and "evaluate" of a round.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -61,7 +60,7 @@ def train(
     grain: int | None = GRAIN,
     min_peers: int = 1,
     lease_s: float = 10.0,
-    pace_s: float = 0.0,
+    linger_s: float = 0.0,
     one_peer: bool = False,
     log: str | None = None,
     trainer: dict | None = None,
@@ -77,7 +76,7 @@ def train(
                 teller.pass_by("evaluate", hand.round)
                 return values(model, x, y)
             teller.pass_by("forward", hand.round)
-            time.sleep(pace_s)
+            teller.linger(linger_s)
             return values(model, *batch)
 
         def evaluate(model):
