@@ -1,1 +1,23 @@
 """Observe: what a run tells its user: loggers."""
+
+from manyhands.observe.adapt import adapt
+from manyhands.observe.base import Logger, MissingExtra
+from manyhands.observe.console import Console, Records
+from manyhands.observe.desk import Count, Desk
+from manyhands.observe.files import Csv, JsonLines
+from manyhands.observe.tensorboard import TensorBoard
+from manyhands.observe.wandb import Wandb
+
+__all__ = [
+    "Console",
+    "Count",
+    "Csv",
+    "Desk",
+    "JsonLines",
+    "Logger",
+    "MissingExtra",
+    "Records",
+    "TensorBoard",
+    "Wandb",
+    "adapt",
+]

@@ -283,6 +283,7 @@ class Session:
         shares = ((name_of(s.peer), s.ranges) for s in committed.sums[0].contributions)
         closed = RoundClosed(
             round=number,
+            samples=self._calendar.num_samples(number),
             weight=committed.weight * self._calendar.num_samples(number),
             shares={peer: ranges for peer, ranges in shares if peer is not None},
             means=dict(self.scalars.latest),
