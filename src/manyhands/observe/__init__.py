@@ -1,9 +1,10 @@
-"""Observe: what a run tells its user: loggers."""
+"""Observe: what a run tells its user: loggers, events."""
 
 from manyhands.observe.adapt import adapt
 from manyhands.observe.base import Logger, MissingExtra
 from manyhands.observe.console import Console, Records
 from manyhands.observe.desk import Count, Desk
+from manyhands.observe.events import EventLog, Happening, merge
 from manyhands.observe.files import Csv, JsonLines
 from manyhands.observe.tensorboard import TensorBoard
 from manyhands.observe.wandb import Wandb
@@ -13,6 +14,8 @@ __all__ = [
     "Count",
     "Csv",
     "Desk",
+    "EventLog",
+    "Happening",
     "JsonLines",
     "Logger",
     "MissingExtra",
@@ -20,4 +23,5 @@ __all__ = [
     "TensorBoard",
     "Wandb",
     "adapt",
+    "merge",
 ]

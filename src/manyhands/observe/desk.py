@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from manyhands.observe.adapt import adapt
 from manyhands.observe.base import FAILED, SUCCESS, Logger
+from manyhands.observe.events import Happening, Hears
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Count:
     failed: int
     """Calls that have raised."""
     dropped: int
-    """Rows that found its queue full, or came or were left after its end."""
+    """Rows and events that found its queue full, or came or were left after its end."""
 
 
 class Desk:
@@ -62,6 +63,12 @@ class Desk:
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
         for clerk in self._clerks:
             clerk.put(_Item(dict(params), None))
+
+    def log_event(self, event: Happening) -> None:
+        """For those of the loggers that take events: see `Hears`."""
+        for clerk in self._clerks:
+            if isinstance(clerk.logger, Hears):
+                clerk.put(_Item(event, event.step))
 
     def finalize(self, status: str) -> None:
         if self._ended:
@@ -103,7 +110,7 @@ class Desk:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    values: Mapping[str, object]
+    what: Mapping[str, object] | Happening
     step: int | None  # None: hyperparameters
 
 
@@ -111,7 +118,7 @@ class _Clerk:
     """The thread of one logger. It begins with the first thing there is to do."""
 
     def __init__(self, logger: Logger, most: int) -> None:
-        self._logger, self._most = logger, most
+        self.logger, self._most = logger, most
         self._name = type(logger).__name__
         self._changed = threading.Condition()
         self._waiting: deque[_Item] = deque()
@@ -199,12 +206,13 @@ class _Clerk:
     def _do(self, item: _Item | None) -> None:
         if item is None:
             assert self._status is not None
-            self._logger.finalize(self._status)
+            self.logger.finalize(self._status)
+        elif isinstance(item.what, Happening):
+            cast("Hears", self.logger).log_event(item.what)
         elif item.step is None:
             try:
-                self._logger.log_hyperparams(item.values)
+                self.logger.log_hyperparams(item.what)
             except NotImplementedError:  # as Lightning's CSVLogger says
                 log.info("%s keeps no hyperparameters", self._name)
         else:
-            # What log_metrics was given, which are numbers.
-            self._logger.log_metrics(item.values, item.step)  # pyright: ignore[reportArgumentType]
+            self.logger.log_metrics(cast("Mapping[str, float]", item.what), item.step)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from manyhands.core.errors import UsageError
 from manyhands.observe.base import FAILED, SUCCESS, of_epoch
 from manyhands.observe.console import Console
+from manyhands.observe.desk import Desk
 from manyhands.replica.options import RoundClosed
 from manyhands.replica.run import Run, join
 from manyhands.trainer.facts import Pace, params_of
@@ -58,14 +59,15 @@ class Trainer:
     clip: float | None = None
     """The norm that gradients have at most."""
     watch: str | None = None
-    """The value of an epoch that counts: "val/loss" if there is an evaluation, else "train/loss"."""
+    """The value of an epoch that counts: "val/loss" with an evaluation, else "train/loss"."""
     mode: str = "min"
     """Whether the least of it is best, or the greatest: "max"."""
     patience: int | None = None
     """Stop after so many epochs in which it has not improved."""
-    loggers: Sequence[Any] | None = None
+    loggers: Sequence[Any] | Desk | None = None
     """Whatever `manyhands.observe.adapt` takes; without any of your own, a line at the terminal.
-    Used at one peer at a time, each by a thread of its own, and finalized at every peer."""
+    Used at one peer at a time, each by a thread of its own, and finalized at every peer. With
+    time-outs and queues of your own: a Desk."""
     hyperparams: Mapping[str, object] = field(default_factory=dict[str, object])
     """More of what loggers are told at the start; what is said here is known already."""
 
