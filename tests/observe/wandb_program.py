@@ -17,9 +17,9 @@ from pathlib import Path
 
 import wandb
 from wandb.proto import wandb_internal_pb2 as pb
-from wandb.sdk.internal.datastore import DataStore
 
 from manyhands.observe import Desk, Wandb, adapt
+from manyhands.observe.offline import records_in
 
 
 def play(folder: Path, *, id: str, steps: list[int], value=0.5, own=False, die=False) -> None:
@@ -47,9 +47,7 @@ def play(folder: Path, *, id: str, steps: list[int], value=0.5, own=False, die=F
 
 
 def records(file: Path):
-    store = DataStore()
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
+    for data in records_in(file.read_bytes()):
         record = pb.Record()
         record.ParseFromString(data)
         yield record

@@ -395,7 +395,7 @@ def test_what_a_row_has():
     ((before, params),) = logger.params
     assert before == 0
     known = {"model": "Sequential", "optimizer": "AdamW", "lr": 0.05, "epochs": EPOCHS}
-    known |= {"batch": BATCH, "samples": SIZE, "peers": 1, "shares": "equal", "note": "mine"}
+    known |= {"batch": BATCH, "samples": SIZE, "shares": "equal", "note": "mine"}
     assert known.items() <= params.items()
 
 

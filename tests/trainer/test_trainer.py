@@ -110,7 +110,7 @@ def test_on_one_peer_that_dies(zygote, hub_url):
 
 def test_who_comes_late_has_the_whole_history(zygote, url):
     with Hands(zygote, url, epochs=12) as hands:
-        first = hands.join(pace_s=0.01)
+        first = hands.join(pace_s=0.01, company=2)
         first.until(lambda said: said.get("row", -1) >= ROUNDS)
         late = hands.join()
         ends = hands.finish()

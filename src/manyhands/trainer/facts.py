@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from manyhands._version import __version__
-from manyhands.replica.run import Run
 
 if TYPE_CHECKING:
     from manyhands.trainer.trainer import Trainer
@@ -42,7 +41,6 @@ class Pace:
 
 def params_of(
     trainer: Trainer,
-    run: Run,
     loader: Any,  # noqa: ANN401
     options: Mapping[str, Any],
 ) -> dict[str, object]:
@@ -61,7 +59,6 @@ def params_of(
         "clip": trainer.clip,
         "patience": trainer.patience,
         "schedule": trainer.schedule,
-        "peers": len(run.roster),
         "manyhands": __version__,
         "torch": torch.__version__,
     }

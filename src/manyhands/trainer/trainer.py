@@ -140,7 +140,7 @@ class _Fitting:
         if not trainer.model.training:  # else some of its layers may be meant not to
             trainer.model.train()
         self._rounds_per_epoch = len(loader)
-        self._scribe.params = params_of(trainer, run, loader, options)
+        self._scribe.params = params_of(trainer, loader, options)
         self._pace.loader = loader
         run.on_round(self._on_round)
         status = FAILED
