@@ -29,7 +29,11 @@ def play(folder, *orders, status=0):
         check=False,
     )
     assert done.returncode == status, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) if status == 0 else None
+    return done.stdout
+
+
+def read(folder):
+    return json.loads(play(folder).splitlines()[-1])
 
 
 def steps(run):
@@ -37,11 +41,12 @@ def steps(run):
 
 
 def test_rows_hyperparameters_and_the_axis(tmp_path):
-    found = play(
+    play(
         tmp_path,
         {"id": "one", "steps": [0, 1, 2, 1, 2, 3]},
         {"id": "own", "steps": [0, 1, 1, 2], "own": True},
     )
+    found = read(tmp_path)
     (one,), (own,) = found["one"], found["own"]
     assert steps(one) == [0, 1, 2, 3]  # none twice
     assert [row["train/loss"] for row in one["rows"]] == [0.5] * 4
@@ -56,13 +61,14 @@ def test_rows_hyperparameters_and_the_axis(tmp_path):
 def test_resumed_it_sends_only_what_is_new(tmp_path):
     """Of a process that was killed wandb's file ends somewhere: from there on."""
     killed = {"id": "killed", "steps": list(range(2000)), "die": True}
+    play(tmp_path, {"id": "ended", "steps": list(range(5))})
     play(tmp_path, killed, status=-signal.SIGKILL)
-    found = play(
+    play(
         tmp_path,
-        {"id": "ended", "steps": list(range(5))},
         {"id": "ended", "steps": list(range(3, 8)), "value": 0.25},
         {"id": "killed", "steps": list(range(2100)), "value": 0.25},
     )
+    found = read(tmp_path)
     assert [steps(run) for run in found["ended"]] == [[0, 1, 2, 3, 4], [5, 6, 7]]
     first, second = found["killed"]
     assert steps(first) + steps(second) == list(range(2100))  # none twice, none missing

@@ -2,8 +2,9 @@
 
 python -m tests.observe.wandb_program FOLDER ORDERS
 
-ORDERS are a JSON list; for each of them rows are logged. Then it prints what the files of all runs
-in the folder have: {ID: [[row, ...] of each file]}. With "die" it kills itself instead.
+ORDERS are a JSON list; for each of them rows are logged, and with "die" it kills itself. Without
+any it prints what the files of all runs in the folder have; wandb writes them until the end of its
+program.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def key(item) -> str:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    for order in json.loads(sys.argv[2]):
+    orders = json.loads(sys.argv[2])
+    for order in orders:
         play(folder, **order)
-    print(json.dumps(read(folder)))
+    if not orders:
+        print(json.dumps(read(folder)))
