@@ -48,7 +48,7 @@ def adapt(thing: Any) -> Logger:  # noqa: ANN401
         if _takes(thing, {}, 0):
             return _Calls(thing)
         if _takes(thing, {}, step=0):
-            return _Calls(lambda metrics, step: thing(metrics, step=step))
+            return _Named(thing)
         raise UsageError(f"{thing!r} cannot be called with (dict, step)", hint=f"pass {_TAKEN}")
     raise UsageError(f"a {type(thing).__name__} is no logger", hint=f"pass {_TAKEN}")
 
@@ -115,3 +115,10 @@ class _Calls(_Adapted):
 
     def _send(self, metrics: dict[str, float], step: int) -> None:
         self._thing(metrics, step)
+
+
+class _Named(_Adapted):
+    """The same, with the step by its name only."""
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        self._thing(metrics, step=step)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
 from typing import Protocol, runtime_checkable
 
 from manyhands.core.errors import UsageError
@@ -49,6 +51,15 @@ class MissingExtra(UsageError):
             f"{package} is not installed", hint=f"pip install 'manyhands[{extra}]', or {package}"
         )
         self.package = package
+
+
+def load(module: str) -> ModuleType:
+    """A module of a package that need not be installed: its extra has its name."""
+    package = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingExtra(package, package) from error
 
 
 class Steps:

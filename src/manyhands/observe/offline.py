@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from manyhands.observe.base import load
+
 _HEAD_BYTES = 7  # of a file
 _BLOCK_BYTES = 32 << 10
 _PIECE = struct.Struct("<IHB")  # checksum, size and kind of what follows
@@ -27,10 +29,9 @@ def last_step(folder: Path, id: str, axis: str) -> int:
 
 def rows_in(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, up to where it was cut off."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    proto = load("wandb.proto.wandb_internal_pb2").Record
     for data in records_in(file.read_bytes()):
-        record: Any = Record()
+        record = proto()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from manyhands.observe.base import MissingExtra, Steps, plain
+from manyhands.observe.base import Steps, load, plain
 from manyhands.observe.offline import last_step
 
 _AXIS = "step"
@@ -60,16 +60,11 @@ class Wandb:
 
     def _open(self) -> Rows:
         if self._rows is None:
-            try:
-                import wandb
-            except ImportError as error:
-                raise MissingExtra("wandb", "wandb") from error
+            wandb = load("wandb")
             if self._dir is not None:
                 self._dir.mkdir(parents=True, exist_ok=True)
             place = None if self._dir is None else str(self._dir)
-            # The package has no types for what it is given by name.
-            run = cast("Any", wandb).init(dir=place, config=self._config, **self._options)
-            self._rows = Rows(run)
+            self._rows = Rows(wandb.init(dir=place, config=self._config, **self._options))
         return self._rows
 
 
