@@ -15,17 +15,6 @@ Whatever the file has, the tensor has 8 bits a value and three colours: uint8, 3
 
 from __future__ import annotations
 
-import io
-import struct
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from manyhands.core.errors import UsageError
-from manyhands.data.files import Tree
-from manyhands.data.table import BadSample
-
 SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
     + (".ppm", ".pgm", ".pbm", ".pnm")
