@@ -94,4 +94,5 @@ class Quarantine:
                 self.bad.append(error)
                 log.warning("%s: %s", error.message, POLICIES[self._rules.policy])
         if bad and self.count > self._rules.max_bad:
-            raise TooManyBad(self.count, self._rules.max_bad, epoch, self.bad or list(bad))
+            untold = (error for error in bad if error.where not in self._told)
+            raise TooManyBad(self.count, self._rules.max_bad, epoch, [*self.bad, *untold])
