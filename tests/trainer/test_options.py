@@ -386,7 +386,7 @@ def test_what_a_row_has():
     logger = trainer.loggers[0]
     assert logger.ends == ["success"]
     first, *_, last = [row for _, row in logger.rows]
-    assert set(first) == {"epoch", "train/loss", "lr", "data/wait_s"}
+    assert set(first) == {"epoch", "train/loss", "lr", "data/wait_s", "data/bad"}
     rest = {"perf/samples_per_s", "train/epoch_loss", "val/loss"}
     assert set(last) == set(first) | rest
     assert last["train/epoch_loss"] == history["train/loss"][-1]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from manyhands.observe.desk import MOST, Desk
 from manyhands.observe.events import Happening
 from manyhands.replica.run import Run
+from manyhands.trainer.facts import BAD_SAMPLE
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,12 @@ class Scribe:
         self._pages: dict[int, _Page] = {}  # by round
         self._given: int | None = None  # the last one that this peer's own loggers have got
         self._logged = -1  # the last round that is, as far as this peer knows
+        self._bad: set[str] = set()
+
+    @property
+    def num_bad(self) -> int:
+        """Samples that any peer has told to be bad, since this one is here."""
+        return len(self._bad)
 
     def note(self, round: int, row: dict[str, float], *, whole: bool) -> None:
         """The row of a round. If it is not `whole`, `add` brings the rest."""
@@ -73,6 +80,8 @@ class Scribe:
     def _hear(self) -> None:
         for event in self._run.happened():
             self._page(event.step).events.append(event)
+            if event.what == BAD_SAMPLE:
+                self._bad.add(event.text)
 
     def _log(self, stop: int) -> None:
         """Pages of rounds before `stop`."""
