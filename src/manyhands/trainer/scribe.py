@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from manyhands.core.errors import UsageError
 from manyhands.observe.desk import MOST, Desk
 from manyhands.observe.events import Happening
 from manyhands.replica.run import Run
@@ -35,6 +36,8 @@ class Scribe:
     def __init__(self, run: Run, loggers: Sequence[object] | Desk) -> None:
         self._run = run
         self._desk = loggers if isinstance(loggers, Desk) else Desk(loggers)
+        if self._desk.ended:
+            raise UsageError("this Desk has come to its end", hint="make one for every fit")
         self.params: Mapping[str, object] = {}
         """What a logger is told before its first row."""
         self._pages: dict[int, _Page] = {}  # by round
