@@ -6,6 +6,7 @@ import csv
 import logging
 import math
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 
@@ -136,6 +137,13 @@ def test_a_function_of_a_row_and_its_step():
 def test_print(capsys):
     adapt(print).log_metrics({"a": 1.0}, 3)
     assert capsys.readouterr().out == "{'a': 1.0} 3\n"
+
+
+def test_the_module_itself_before_it_has_a_run():
+    module = ModuleType("wandb")
+    module.run, module.log, module.define_metric = None, print, print
+    with pytest.raises(UsageError, match="has no run yet"):
+        adapt(module)
 
 
 @pytest.mark.parametrize(

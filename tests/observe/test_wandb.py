@@ -78,4 +78,4 @@ def test_resumed_it_sends_only_what_is_new(tmp_path):
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtra, match=r"pip install 'manyhands\[wandb\]'"):
-        Wandb("project").log_metrics({"a": 1.0}, 0)
+        Wandb("project")

@@ -27,7 +27,8 @@ def play(folder: Path, *, id: str, steps: list[int], value=0.5, own=False, die=F
     row = {"train/loss": value}
     if own:
         with wandb.init(project="p", id=id, dir=folder) as run:
-            logger = adapt(run)
+            logger = adapt(wandb)  # people have either at hand
+            assert logger.run is adapt(run).run is run
             logger.log_hyperparams({"lr": 0.1})
             run.log({"theirs": 1})
             for step in steps:

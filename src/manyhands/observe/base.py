@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from importlib import import_module
-from types import ModuleType
-from typing import Protocol, runtime_checkable
+from importlib.util import find_spec
+from typing import Any, Protocol, runtime_checkable
 
 from manyhands.core.errors import UsageError
 
@@ -53,13 +53,18 @@ class MissingExtra(UsageError):
         self.package = package
 
 
-def load(module: str) -> ModuleType:
-    """A module of a package that need not be installed: its extra has its name."""
-    package = module.partition(".")[0]
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise MissingExtra(package, package) from error
+def require(package: str) -> None:
+    """Raises MissingExtra if it is not installed; its extra has its name. Loads nothing.
+
+    For constructors: a training that could not be logged shall not begin.
+    """
+    if find_spec(package) is None:
+        raise MissingExtra(package, package)
+
+
+def load(module: str) -> Any:  # noqa: ANN401  (what it has no strict types for)
+    """A module of a package that was required, at its first use."""
+    return import_module(module)
 
 
 class Steps:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ _PADDING, _WHOLE, _LAST = 0, 1, 4  # kinds; others are followed by more of the s
 
 def last_step(folder: Path, id: str, axis: str) -> int:
     """The greatest value of `axis` in the files of this run; -1 if there is none."""
-    files = folder.glob(f"offline-run-*-{id}/run-{id}.wandb")
+    name = escape(id)
+    files = folder.glob(f"offline-run-*-{name}/run-{name}.wandb")
     return max((step for file in files for step in _steps_in(file, axis)), default=-1)
 
 

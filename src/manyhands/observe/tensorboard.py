@@ -8,17 +8,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from manyhands.observe.base import Steps, load, plain
+from manyhands.observe.base import Steps, load, plain, require
 
 _FILES = "*.tfevents.*"
 
 
 class TensorBoard:
     """Event files in a folder, opened with the first row. Steps that they have are kept as they
-    are: a run that is resumed adds what is new. Raises OSError, and MissingExtra.
+    are: a run that is resumed adds what is new. Making one raises MissingExtra; logging, OSError.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        require("tensorboard")
         self._folder = Path(folder)
         self._writer: Any = None  # of a package without types, that may be missing
         self._steps = Steps()

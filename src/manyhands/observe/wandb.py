@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manyhands.observe.base import Steps, load, plain
+from manyhands.observe.base import Steps, load, plain, require
 from manyhands.observe.offline import last_step
 
 _AXIS = "step"
@@ -22,7 +22,7 @@ class Wandb:
     """A run of its own: `options` go to `wandb.init`, which is called with the first row.
 
     With an `id` a run that is resumed goes on in the same one; which rows it has is known from
-    there, and offline from its files. Raises MissingExtra, and what wandb raises.
+    there, and offline from its files. Making one raises MissingExtra; logging, what wandb raises.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Wandb:
         dir: str | os.PathLike[str] | None = None,
         **options: Any,  # noqa: ANN401  (wandb's own)
     ) -> None:
+        require("wandb")
         self._config = dict(config or {})
         self._options = {"project": project, "name": name, **options}
         if id is not None:

@@ -226,7 +226,8 @@ class Run:
         """What has happened to the run since this was last called: to any of its peers.
 
         Who has joined and left, what was refused, what peers have told: see `tell`. Called in every
-        round it is the same at all peers, in the same order.
+        round it is the same at all peers, in the same order. There is one caller; in a Trainer's
+        run it is the Trainer, which gives it to its loggers.
         """
         conductor = self._at_work.conductor
         record = conductor.base.record
