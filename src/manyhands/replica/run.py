@@ -31,9 +31,8 @@ from manyhands.core.errors import AddressError, NoMeetingPoint, SettingsError, U
 from manyhands.core.peers import PeerId
 from manyhands.core.settings import find_meeting_point
 from manyhands.data.source import Source
-from manyhands.replica.conductor import Event
-from manyhands.replica.deviation import Deviated
-from manyhands.replica.keeper import NotSaved, Saved
+from manyhands.observe.events import Happening
+from manyhands.replica.journal import Own
 from manyhands.replica.loader import Evaluation
 from manyhands.replica.options import Options, Place, RoundClosed
 from manyhands.replica.session import Session
@@ -102,9 +101,9 @@ class Run:
         """Train this model in rounds; returns all four, for the loop that stays the user's.
 
         Model, optimizer and scheduler (or a list of them) are the same objects; the loader is
-        another one. The batch size is that of a whole round, whoever takes part. With `epochs` the
-        run has an end. `evaluation` is a DataLoader too: see the property. `options`: see
-        `options.Options`.
+        another one. The loader given is torch's DataLoader or `manyhands.data.Loader`, and its
+        batch size that of a whole round, whoever takes part. With `epochs` the run has an end.
+        `evaluation` is such a loader too: see the property. `options`: see `options.Options`.
         """
         if self._session is not None:
             raise UsageError("this run has its model", hint="wrap once")
@@ -115,10 +114,16 @@ class Run:
                 f"wrap() has no option {unknown[0]!r}", hint=f"perhaps {', '.join(near)}"
             )
         options.setdefault("resume", os.environ.get("MANYHANDS_RESUME") == "1")
+        source = Source.of(loader, global_batch)
+        if source.seed and source.seed != self._place.seed:
+            raise UsageError(
+                f"the loader has seed {source.seed}, the run {self._place.seed}, whose order it is",
+                hint=f"mh.join(..., seed={source.seed}), and a loader without one",
+            )
         self._session = Session(
             self._place,
             Options(grain_size=grain_size, epochs=epochs, **options),
-            Source.of(loader, global_batch),
+            source,
             None if evaluation is None else Source.of(evaluation),
             model,
             _as_list(optimizer),
@@ -206,9 +211,32 @@ class Run:
         return self.roster[:1] == (self._at_work.me,)
 
     @property
-    def events(self) -> Sequence[Event | Saved | NotSaved | Deviated]:
-        """What has happened to the run, newest last."""
+    def events(self) -> Sequence[Own]:
+        """What this peer has seen happen, newest last."""
         return tuple(self._at_work.events)
+
+    def tell(self, what: str, text: str = "") -> None:
+        """An event of this peer's, for the log of the run: it reaches all peers with a round.
+
+        `what` it is, in a word or two; a text of 240 bytes at most. From any thread.
+        """
+        self._at_work.scalars.news.tell(what, text)
+
+    def happened(self) -> list[Happening]:
+        """What has happened to the run since this was last called: to any of its peers.
+
+        Who has joined and left, what was refused, what peers have told: see `tell`. Called in every
+        round it is the same at all peers, in the same order. There is one caller; in a Trainer's
+        run it is the Trainer, which gives it to its loggers.
+        """
+        conductor = self._at_work.conductor
+        record = conductor.base.record
+        members = () if record is None else record.members
+        return self._at_work.events.take(self.round, members, conductor.rounds.name_of)
+
+    def waiting(self) -> list[Happening]:
+        """What this peer has told, and no round has brought back yet."""
+        return self._at_work.events.waiting()
 
     def on_round(self, listener: Callable[[RoundClosed], None]) -> None:
         """Call it in this thread whenever a round is closed, before `backward()` returns."""
