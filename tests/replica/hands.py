@@ -80,7 +80,8 @@ class Hands:
 
     def check(self, dead: Sequence[PeerProcess] = ()) -> None:
         """The same run: loss, state, samples and the model at the end are those of one process."""
-        losses, model = alone(self.epochs, self._train.get("grain", GRAIN))
+        grain, bad = self._train.get("grain", GRAIN), self._train.get("bad") or ()
+        losses, model = alone(self.epochs, grain, bad=bad)
         states: dict[tuple[int, int], str] = {}
         seen: set[int] = set()
         for hand in self.all:
@@ -100,7 +101,7 @@ class Hands:
                         continue
                     assert state == said["state"], f"round {number} differs: {hand.report()}"
                 if "counted" in said:
-                    check_counted(said)
+                    check_counted(said, grain or 1)
                 if "done" in said and hand not in dead:
                     assert said["done"] == self.num_rounds
                     assert said["shadow"] == pytest.approx(shadow(model), abs=100 * TOLERANCE)
@@ -114,11 +115,11 @@ class Hands:
             hand.close()
 
 
-def check_counted(said: dict) -> None:
+def check_counted(said: dict, grain: int = GRAIN) -> None:
     """Each sample of the round counted once."""
     calendar = training.Calendar(SIZE, BATCH)
     counted = sorted(unit for start, stop in said["spans"] for unit in range(start, stop))
-    units = -(-calendar.num_samples(said["counted"]) // GRAIN)
+    units = -(-calendar.num_samples(said["counted"]) // grain)
     assert counted == list(range(units)), said
 
 

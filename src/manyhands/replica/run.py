@@ -102,9 +102,9 @@ class Run:
         """Train this model in rounds; returns all four, for the loop that stays the user's.
 
         Model, optimizer and scheduler (or a list of them) are the same objects; the loader is
-        another one. The batch size is that of a whole round, whoever takes part. With `epochs` the
-        run has an end. `evaluation` is a DataLoader too: see the property. `options`: see
-        `options.Options`.
+        another one. The loader given is torch's DataLoader or `manyhands.data.Loader`, and its
+        batch size that of a whole round, whoever takes part. With `epochs` the run has an end.
+        `evaluation` is such a loader too: see the property. `options`: see `options.Options`.
         """
         if self._session is not None:
             raise UsageError("this run has its model", hint="wrap once")
@@ -115,10 +115,16 @@ class Run:
                 f"wrap() has no option {unknown[0]!r}", hint=f"perhaps {', '.join(near)}"
             )
         options.setdefault("resume", os.environ.get("MANYHANDS_RESUME") == "1")
+        source = Source.of(loader, global_batch)
+        if source.seed and source.seed != self._place.seed:
+            raise UsageError(
+                f"the loader has seed {source.seed}, the run {self._place.seed}, whose order it is",
+                hint=f"mh.join(..., seed={source.seed}), and a loader without one",
+            )
         self._session = Session(
             self._place,
             Options(grain_size=grain_size, epochs=epochs, **options),
-            Source.of(loader, global_batch),
+            source,
             None if evaluation is None else Source.of(evaluation),
             model,
             _as_list(optimizer),
