@@ -11,7 +11,10 @@ import itertools
 import os
 import random
 import signal
+import time
 from collections import Counter
+from contextlib import suppress
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 
@@ -40,11 +43,22 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
+@pytest.fixture(scope="module", autouse=True)
+def _torch(tmp_path_factory):
+    """One thread; and what optimizers load of the compiler has its folder where it may stay."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        made = Zygote(PROGRAM, "tests.replica.training", "torch._dynamo")
+        with suppress(ImportError):  # torch shows its tracing with it; its thread would stay
+            patch.setattr(import_module("tqdm").tqdm, "monitor_interval", 0)
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def zygote(_torch):
+    made = Zygote(PROGRAM, "tests.replica.training", "torch._dynamo")
     yield made
     made.close()
 
@@ -83,13 +97,10 @@ def corrupt(base: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
     """All batches, of one process that reads on and on."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     with Loader(mixture(folder), BATCH, seed=SEED, bad="skip") as loader:
         batches = [batch for _ in range(EPOCHS) for batch in loader]
         assert sorted(e.where for e in loader.bad) == sorted(map(str, corrupt(folder)))
-    yield batches
-    torch.set_num_threads(before)
+    return batches
 
 
 def ids_of(batches) -> list[list[int]]:
@@ -148,6 +159,14 @@ class Crew:
         """The round after which the newest state is that was saved."""
         return max((p.round for p in Store(str(self.saved)).places() if p.complete), default=0)
 
+    def until_held(self, peers: list[PeerProcess]) -> None:
+        """One of them is: then the others have done all rounds before, or wait for that one."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(said.get("at") == "forward" for peer in peers for said in peer.said):
+            reports = "\n\n".join(peer.report() for peer in peers)
+            assert time.monotonic() < deadline, reports
+            time.sleep(0.01)
+
     def until_saved(self, round_: int) -> None:
         try:
             until_saved(self.saved, round_)
@@ -181,14 +200,16 @@ def test_over_an_elastic_run(zygote, hub, folder, uninterrupted, tmp_path, seed,
         for world in WORLDS[:-1]:
             begun = crew.newest()
             stop = begun + dice.randint(1, 3)
-            # Some die in the middle of something. All that live are held when there is a state that
-            # nobody who was to die had to save, and then killed.
+            # Some die in the middle of something. All that live are held after rounds that nobody
+            # who was to die had to save, and then killed.
             points = {place: [held_at(stop + 2)] for place in range(world)}
-            for victim in dice.sample(range(world), dice.randint(1, world - 1) if world > 1 else 0):
+            victims = dice.sample(range(world), dice.randint(1, world - 1) if world > 1 else 0)
+            for victim in victims:
                 death = {"what": dice.choice(DEATHS), "round": dice.randint(begun, stop)}
                 points[victim].append({**death, "then": "die"})
-            crew.start(world, points, resume=begun > 0, workers=workers)
-            crew.until_saved(stop)
+            peers = crew.start(world, points, resume=begun > 0, workers=workers)
+            crew.until_held(peers)
+            crew.until_saved(begun + 1)
             crew.kill()
         begun = crew.newest()
         dead = list(crew.all)
