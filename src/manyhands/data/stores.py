@@ -22,6 +22,11 @@ from manyhands.core.errors import DataError, ManyhandsError, NotThere, UsageErro
 
 Kind = Literal["file", "folder"]
 _EXTRAS = {"s3": "manyhands[s3]", "s3a": "manyhands[s3]"}  # by what a URL begins with
+_HINTS = {  # by the names of errors that botocore raises
+    "NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile of "
+    "~/.aws; for a public bucket, say anon = true",
+    "ProfileNotFound": "name a profile that ~/.aws/credentials or ~/.aws/config has",
+}
 
 
 class Store(Protocol):
@@ -69,7 +74,10 @@ def named(what: str) -> Generator[None]:
     except Exception as error:  # noqa: BLE001 - systems behind URLs have error classes of their own
         number = error.errno if isinstance(error, OSError) else None
         reason = os.strerror(number) if number else f"{type(error).__name__} {error}".strip()
-        raise DataError(f"{what}: {redact(reason)[:500]}") from None  # it may quote a password
+        raise DataError(
+            f"{what}: {redact(reason)[:500]}",  # it may quote a password
+            hint=_HINTS.get(type(error).__name__),
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +282,7 @@ class UrlStore:
             return system, root
         # A path of a web server is a URL itself.
         asked = quote(key) if root.startswith(("http://", "https://")) else key
-        return system, f"{root.rstrip('/')}/{asked}"
+        return system, f"{root.rstrip('/')}/{asked}" if root else asked
 
     def _connect(self) -> tuple[Any, str]:
         import fsspec  # nothing before needs it, and it takes its time

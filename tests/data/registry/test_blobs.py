@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -38,12 +39,18 @@ def storage_of(driver, folder, tmp_path):
     return storage_of("memory", folder, tmp_path) | {"cache": cache}
 
 
+def forget_archives():
+    """fsspec keeps what it has opened, and so do the errors that a test has caught."""
+    fsspec.get_filesystem_class("zip").clear_instance_cache()
+    gc.collect()
+
+
 @pytest.fixture(params=["FileSystem", "TomlDataStorage", "memory", "zip", "cached"])
 def content(request, folder, tmp_path):
     """A data set of this content, by each driver."""
     yield dataset("content", project=config(storage_of(request.param, folder, tmp_path)))
     fsspec.filesystem("memory").store.clear()
-    fsspec.get_filesystem_class("zip").clear_instance_cache()  # it keeps the archive open
+    forget_archives()
 
 
 def test_every_driver_gives_the_same(content):
@@ -128,7 +135,7 @@ def test_a_tree_is_pickled_into_a_spawned_process(driver, folder, tmp_path):
         process.join()
         process.close()
         ours.close()
-        fsspec.get_filesystem_class("zip").clear_instance_cache()
+        forget_archives()
 
 
 def test_a_path_a_text_or_a_url_becomes_a_tree(folder, monkeypatch):
