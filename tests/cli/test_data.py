@@ -86,13 +86,19 @@ def test_names_that_are_not_there(data, content):
     code, _, err = data("list", "--file", "nowhere.toml")
     assert code == 2
     assert "nowhere.toml is not there" in err
+    code, out, _ = data("check", "--json", "--file", "nowhere.toml")
+    assert code == 1
+    assert "nowhere.toml is not there" in json.loads(out)["datasets"][0]["problem"]
 
 
 def test_check_reports_all_problems(data, content, tmp_path):
+    (content / os.fsdecode(b"\xff")).touch()
     assert data("check") == (0, "0 of 0 can be used\n", "")
     data("add", "good", content)
     data("add", "file", content / "a.txt")
     assert data("check") == (0, "ok       good\nok       file\n2 of 2 can be used\n", "")
+    code, out, _ = data("show", "good")
+    assert (code, out.splitlines()[-1]) == (0, "  ?")
     data("add", "gone", tmp_path / "gone")
     data("add", "nowhere", "nonsense://x")
     (tmp_path / "broken.toml").write_text("data_config_version = 7\n")

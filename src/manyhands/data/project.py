@@ -192,8 +192,9 @@ def _refuse_secrets(check: _Check, storage: Mapping[str, object], where: str) ->
 
 def _drivers(check: _Check, config: Mapping[str, object]) -> dict[str, str]:
     drivers: dict[str, str] = {}
-    found = check.typed(config.get("drivers", []), "drivers", list, FILE_NAME)
-    for number, table in enumerate(cast("list[object]", found or []), start=1):
+    listed = config.get("drivers", [])
+    tables = cast("list[object]", check.typed(listed, "drivers", list, FILE_NAME) or [])
+    for number, table in enumerate(tables, start=1):
         where = f"driver {number}"
         if not isinstance(table, Mapping):
             check.problems.append(f"{where}: expected a table, [[drivers]], got {repr(table)[:80]}")

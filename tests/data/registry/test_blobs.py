@@ -15,6 +15,7 @@ import pytest
 from manyhands.core.errors import DataError, NotThere, UsageError
 from manyhands.data.blobs import Blob, BlobTree
 from manyhands.data.registry import dataset
+from manyhands.data.stores import UrlStore
 
 from .conftest import CONTENT, config, embedded
 
@@ -156,6 +157,19 @@ def test_a_path_a_text_or_a_url_becomes_a_tree(folder, monkeypatch):
         Blob.at(str(folder))
     with pytest.raises(UsageError, match="no options"):
         BlobTree.at(folder, anon=True)
+
+
+def test_places_are_shown_without_secrets():
+    for url in ("memory://u:hunter2@h/x", "memory://h/x?a=1&X-Amz-Signature=hunter2&b=2"):
+        store = UrlStore(url, {"secret": "hunter2"})
+        said = [
+            repr(store),
+            store.place("a"),
+            repr(Blob(store, "a", "a")),
+            str(Blob(store, "a", "a")),
+        ]
+        assert all("hunter2" not in text and "memory://" in text for text in said[:2] + said[3:])
+        assert "hunter2" not in said[2]
 
 
 def test_a_url_that_fsspec_does_not_know():
