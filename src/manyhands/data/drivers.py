@@ -88,7 +88,7 @@ class Fields:
 
     def need(self, key: str, kind: type[_T]) -> _T | None:
         """A field that must be there; else None, and a problem."""
-        if key not in self._table:
+        if self._table.get(key) is None:
             self.problem(key, f"is missing ({_NAMES[kind]})")
         value = self.may(key, kind)
         if value == "":
