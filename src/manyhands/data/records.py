@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from manyhands.core.errors import UsageError
 from manyhands.data import index as indices
 from manyhands.data.access import Access, Fingerprint, open_access, stream
-from manyhands.data.files import as_file
+from manyhands.data.files import as_file, is_url
 from manyhands.data.index import Found, Index
 from manyhands.data.table import BadSample, Sequential, named
 
@@ -47,7 +47,8 @@ class Records:
     ) -> None:
         self._file = as_file(source)
         # Into the folders of a data set nothing is written, nor into those of a cache.
-        self._own = Path(source) if isinstance(source, str | os.PathLike) else None
+        own = isinstance(source, str | os.PathLike) and not is_url(source)
+        self._own = Path(source) if own else None
         self.place = self._file.place
         """Where the file is, as messages say it."""
         self.transform = transform
