@@ -7,19 +7,34 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from manyhands.data.chance import generator
+    from manyhands.data.imagenet import ImageNetTable
+    from manyhands.data.images import ImageTree
+    from manyhands.data.jsonl import JsonlTable
     from manyhands.data.loader import Loader
+    from manyhands.data.mixture import Mixture
+    from manyhands.data.rows import CsvTable
     from manyhands.data.table import BadSample
 
 __all__ = [
     "BadSample",
+    "CsvTable",
+    "ImageNetTable",
+    "ImageTree",
+    "JsonlTable",
     "Loader",
+    "Mixture",
     "generator",
 ]
 
 # Loaded at first use: the registry needs no torch, and the rest of the room does.
 _LAZY = {
     "BadSample": "manyhands.data.table",
+    "CsvTable": "manyhands.data.rows",
+    "ImageNetTable": "manyhands.data.imagenet",
+    "ImageTree": "manyhands.data.images",
+    "JsonlTable": "manyhands.data.jsonl",
     "Loader": "manyhands.data.loader",
+    "Mixture": "manyhands.data.mixture",
     "generator": "manyhands.data.chance",
 }
 
