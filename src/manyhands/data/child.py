@@ -47,6 +47,7 @@ class Child:
         self._process: Any = None
         self._line: Connection | None = None
         self._ended = False
+        self._answered = False  # this process, once at least
 
     def begin(self) -> None:
         """Start the process, which takes a while. That it cannot be, `read` says."""
@@ -62,6 +63,7 @@ class Child:
             answer = receive(line)
         except (EOFError, OSError) as error:
             raise self._died(marks) from error
+        self._answered = True
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -87,7 +89,8 @@ class Child:
         with self._lock:
             if self._ended:
                 raise WorkerDied("the loader was closed")
-            mine, theirs = context.Pipe()
+            ends: Any = context.Pipe()  # of a kind that depends on the system
+            mine, theirs = ends
             process = context.Process(
                 target=serve,
                 args=(theirs, self._reader, os.getpid()),
@@ -106,7 +109,7 @@ class Child:
                 ) from error
             finally:
                 theirs.close()
-            self._process, self._line = process, mine
+            self._process, self._line, self._answered = process, mine, False
         return mine
 
     def _let_go(self) -> int | None:
@@ -131,6 +134,12 @@ class Child:
         if ended:
             return WorkerDied("the loader was closed while a batch was read")
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        if not self._answered and code is not None and code >= 0:
+            return WorkerDied(
+                f"worker process {self._number} could not begin ({how}); what it said is above",
+                hint="it imports the script anew: put what the script does under "
+                'if __name__ == "__main__":, or read in threads: Loader(..., kind="thread")',
+            )
         numbers = ", ".join(map(str, marks.numbers[:_SHOWN]))
         return WorkerDied(
             f"worker process {self._number} has died ({how}) while it read samples {numbers}"

@@ -29,7 +29,6 @@ class _Head(NamedTuple):
 
     specs: list[TensorSpec]
     inline: bytes | None  # the tensors; None: their memory follows
-    body: bytes
 
 
 class _Packer(ForkingPickler):
@@ -75,14 +74,19 @@ def send(line: Connection, thing: Any, to: int) -> None:  # noqa: ANN401
     specs = [spec_of(tensor) for tensor in packer.tensors]
     total = _offsets(specs)[-1]
     if total <= _INLINE or not hasattr(os, "memfd_create"):
-        line.send(_Head(specs, b"".join(_padded(packer.tensors)), file.getvalue()))
-        return
+        line.send(_Head(specs, b"".join(_padded(packer.tensors))))
+    else:
+        line.send(_Head(specs, None))
+        _send_memory(line, packer.tensors, to)
+    line.send_bytes(file.getbuffer())
+
+
+def _send_memory(line: Connection, tensors: Sequence[Tensor], to: int) -> None:
     memory = os.memfd_create("manyhands-batch", os.MFD_CLOEXEC)
     try:
         with os.fdopen(memory, "wb", closefd=False) as target:
-            for piece in _padded(packer.tensors):
+            for piece in _padded(tensors):
                 target.write(piece)
-        line.send(_Head(specs, None, file.getvalue()))
         send_handle(line, memory, to)
     finally:
         os.close(memory)
@@ -105,7 +109,7 @@ def receive(line: Connection) -> Any:  # noqa: ANN401
         for spec, start in zip(head.specs, offsets, strict=False)
     ]
     try:
-        return ForkingPickler.loads(head.body)
+        return line.recv()
     finally:
         _ARRIVING.tensors = ()
 
