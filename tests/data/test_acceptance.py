@@ -163,9 +163,16 @@ class Crew:
         """One of them is: then the others have done all rounds before, or wait for that one."""
         deadline = time.monotonic() + PATIENCE_S
         while not any(said.get("at") == "forward" for peer in peers for said in peer.said):
-            reports = "\n\n".join(peer.report() for peer in peers)
-            assert time.monotonic() < deadline, reports
+            if time.monotonic() > deadline:
+                self._give_up(peers)
             time.sleep(0.01)
+
+    def _give_up(self, peers: list[PeerProcess]) -> None:
+        for peer in peers:
+            if self._zygote.status(peer.pid, 0) is None:
+                os.kill(peer.pid, signal.SIGUSR1)  # its stacks
+        time.sleep(0.5)  # for them; the test has failed anyway
+        raise AssertionError("\n\n".join(peer.report() for peer in peers))
 
     def until_saved(self, round_: int) -> None:
         try:
