@@ -14,7 +14,6 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from manyhands.core.errors import ManyhandsError, UsageError
-from manyhands.data.fetch import Rows, Spot
+from manyhands.data.fetch import Marks, Rows
 from manyhands.data.parcel import receive, send
 from manyhands.data.reader import Reader
 from manyhands.data.table import BadSample
@@ -48,6 +47,7 @@ class Child:
         self._process: Any = None
         self._line: Connection | None = None
         self._ended = False
+        self._answered = False  # this process, once at least
 
     def begin(self) -> None:
         """Start the process, which takes a while. That it cannot be, `read` says."""
@@ -55,14 +55,15 @@ class Child:
         with suppress(ManyhandsError):
             self._start()
 
-    def read(self, spots: Sequence[Spot]) -> Rows:
+    def read(self, marks: Marks) -> Rows:
         """A batch. A process that has died is started anew for the next one."""
         line = self._line or self._start()
         try:
-            line.send(list(spots))
+            line.send(marks)
             answer = receive(line)
         except (EOFError, OSError) as error:
-            raise self._died(spots) from error
+            raise self._died(marks) from error
+        self._answered = True
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -88,7 +89,8 @@ class Child:
         with self._lock:
             if self._ended:
                 raise WorkerDied("the loader was closed")
-            mine, theirs = context.Pipe()
+            ends: Any = context.Pipe()  # of a kind that depends on the system
+            mine, theirs = ends
             process = context.Process(
                 target=serve,
                 args=(theirs, self._reader, os.getpid()),
@@ -107,7 +109,7 @@ class Child:
                 ) from error
             finally:
                 theirs.close()
-            self._process, self._line = process, mine
+            self._process, self._line, self._answered = process, mine, False
         return mine
 
     def _let_go(self) -> int | None:
@@ -127,15 +129,21 @@ class Child:
         process.close()
         return code
 
-    def _died(self, spots: Sequence[Spot]) -> WorkerDied:
+    def _died(self, marks: Marks) -> WorkerDied:
         ended, code = self._ended, self._let_go()
         if ended:
             return WorkerDied("the loader was closed while a batch was read")
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        places = ", ".join(str(spot.place) for spot in spots[:_SHOWN])
+        if not self._answered and code is not None and code >= 0:
+            return WorkerDied(
+                f"worker process {self._number} could not begin ({how}); what it said is above",
+                hint="it imports the script anew: put what the script does under "
+                'if __name__ == "__main__":, or read in threads: Loader(..., kind="thread")',
+            )
+        numbers = ", ".join(map(str, marks.numbers[:_SHOWN]))
         return WorkerDied(
-            f"worker process {self._number} has died ({how}) while it read samples {places}"
-            + (", ..." if len(spots) > _SHOWN else ""),
+            f"worker process {self._number} has died ({how}) while it read samples {numbers}"
+            + (", ..." if len(marks.numbers) > _SHOWN else ""),
             hint="memory that was not enough, or a library that crashes on one of these samples: "
             "read them one by one in a process of their own",
         )
@@ -151,10 +159,10 @@ def serve(line: Connection, reader: Reader, parent: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            spots = line.recv()
+            marks = line.recv()
         except (EOFError, OSError):
             return
-        answer = _answer(reader, spots)
+        answer = _answer(reader, marks)
         try:
             send(line, answer, parent)
         except OSError:
@@ -165,9 +173,9 @@ def serve(line: Connection, reader: Reader, parent: int) -> None:
             send(line, line_error, parent)
 
 
-def _answer(reader: Reader, spots: Sequence[Spot]) -> Rows | BaseException:
+def _answer(reader: Reader, marks: Marks) -> Rows | BaseException:
     try:
-        return reader.read(spots)
+        return reader.read(marks)
     except BadSample as error:
         return BadSample(error.where, error.reason)
     except Exception as error:  # noqa: BLE001  (raised where the batch would have come)

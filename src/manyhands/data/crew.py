@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from manyhands.data.fetch import Request, Rows, Spot, Spots
+from manyhands.data.fetch import Marks, Request, Rows, Spots
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Hand(Protocol):
         """Before the first batch."""
         ...
 
-    def read(self, spots: Sequence[Spot]) -> Rows:
+    def read(self, marks: Marks) -> Rows:
         """A batch. Raises what reading it raises."""
         ...
 
@@ -48,8 +48,8 @@ class Hand(Protocol):
 class _Job:
     """One batch to read."""
 
-    def __init__(self, request: Request, spots: list[Spot]) -> None:
-        self.request, self.spots = request, spots
+    def __init__(self, request: Request, marks: Marks) -> None:
+        self.request, self.marks = request, marks
         self.dropped = False  # nobody wants it any more
         self.done = threading.Event()
         self.rows: Rows | None = None
@@ -57,7 +57,7 @@ class _Job:
 
     def run(self, hand: Hand, finish: Callable[[Rows], Rows]) -> None:
         try:
-            self.rows = finish(hand.read(self.spots))
+            self.rows = finish(hand.read(self.marks))
         except BaseException as error:  # noqa: BLE001  (raised where the batch would have come)
             self.error = error
         self.done.set()
@@ -155,7 +155,7 @@ class Crew:
             thread.start()
 
     def _issue(self, request: Request) -> None:
-        job = _Job(request, self._spots.of(request))
+        job = _Job(request, self._spots.marks(request))
         self._jobs.append(job)
         self._todo.put(job)
 

@@ -1,22 +1,17 @@
 """Files: what tables read from: a path here, or a blob of a data set, wherever that is.
 
-A table may be read from several threads and in worker processes, forked or spawned. So nothing
-here has a position that two could move, and what is open is opened anew in another process.
+Both can be pickled: they know where they are, and have nothing open.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
-import threading
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, Protocol, TypeGuard, cast
 
 from manyhands.core.errors import UsageError
-
-_PIECE = 1 << 16  # bytes of the head, and of the tail, that a fingerprint looks at
 
 
 class File(Protocol):
@@ -59,16 +54,15 @@ class Tree(Protocol):
 
 
 class LocalFile:
-    """A file of this machine."""
+    """A file of this machine. `place` is given for what is only a copy of the data here."""
 
-    def __init__(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], name: str | None = None, place: str | None = None
+    ) -> None:
         self.path = Path(path)
         self.name = self.path.name if name is None else name
-
-    @property
-    def place(self) -> str:
-        """Its path."""
-        return str(self.path)
+        self.place = str(self.path) if place is None else place
+        """Where it is, as messages say it."""
 
     @property
     def size(self) -> int:
@@ -98,11 +92,11 @@ class Folder:
 
     def __getitem__(self, name: str) -> LocalFile | Folder:
         path = self.path / name
-        if path.is_dir():
-            return Folder(path)
-        if not path.is_file():
-            raise KeyError(f"{self.path} has no {name}")
-        return LocalFile(path, name)
+        try:
+            mode = path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            raise KeyError(f"{self.path} has no {name}") from None
+        return Folder(path) if stat.S_ISDIR(mode) else LocalFile(path, name)
 
     def walk(self) -> Iterator[LocalFile]:
         """All files below, sorted. Raises UsageError if a link leads round in a circle."""
@@ -110,21 +104,25 @@ class Folder:
 
     def _walk(self, below: str, above: tuple[tuple[int, int], ...]) -> Iterator[LocalFile]:
         here = self.path / below
-        stat = here.stat()
-        if (stat.st_dev, stat.st_ino) in above:
+        it = here.stat()
+        if (it.st_dev, it.st_ino) in above:
             raise UsageError(f"{here} leads back to a folder above it", hint="remove that link")
         with os.scandir(here) as listed:
             entries = sorted(listed, key=lambda entry: entry.name)
         for entry in entries:
             name = f"{below}/{entry.name}" if below else entry.name
             if entry.is_dir():
-                yield from self._walk(name, (*above, (stat.st_dev, stat.st_ino)))
+                yield from self._walk(name, (*above, (it.st_dev, it.st_ino)))
             else:
                 yield LocalFile(here / entry.name, name)
 
 
 def as_file(source: Any) -> File:  # noqa: ANN401
-    """A path, or anything like a blob. Raises UsageError."""
+    """A path, a URL, or anything like a blob. Raises UsageError, and NotThere for a URL."""
+    if is_url(source):
+        from manyhands.data.blobs import Blob
+
+        source = Blob.at(source)
     if isinstance(source, str | os.PathLike):
         path = Path(cast("str", source))
         if not path.is_file():
@@ -132,12 +130,17 @@ def as_file(source: Any) -> File:  # noqa: ANN401
             raise UsageError(f"{path} is {kind}", hint="give a file that can be read")
         return LocalFile(path)
     if hasattr(source, "open") and hasattr(source, "read_bytes"):
-        return source
+        local: Path | None = getattr(source, "local", None)
+        return source if local is None else LocalFile(local, source.name, source.place)
     raise UsageError(f"a {type(source).__name__} is no file", hint="give a path or a blob")
 
 
 def as_tree(source: Any) -> Tree:  # noqa: ANN401
-    """A path of a folder, or anything like a tree of blobs. Raises UsageError."""
+    """A folder by path or URL, or anything like a tree of blobs. Raises as `as_file` does."""
+    if is_url(source):
+        from manyhands.data.blobs import BlobTree
+
+        return BlobTree.at(source)
     if isinstance(source, str | os.PathLike):
         return Folder(cast("str", source))
     if hasattr(source, "walk") and hasattr(source, "__getitem__"):
@@ -147,85 +150,11 @@ def as_tree(source: Any) -> Tree:  # noqa: ANN401
     )
 
 
+def is_url(source: object) -> TypeGuard[str]:
+    """Whether it says how to get there, and not only where."""
+    return isinstance(source, str) and "://" in source
+
+
 def place_in(tree: Tree, name: str) -> str:
     """Where a file of a tree is, as messages say it; it need not be there."""
     return f"{str(tree).rstrip('/')}/{name}"
-
-
-class Fingerprint(NamedTuple):
-    """What tells whether a file is still the one that it was."""
-
-    size: int
-    mtime_ns: int  # 0 where nobody knows
-    ends: str  # digest of its first and last bytes
-
-
-class Reader(Protocol):
-    """A file that is open, to be read at any place from any thread."""
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Of what was opened."""
-        ...
-
-    def read(self, start: int, stop: int) -> bytes:
-        """The bytes [start, stop), or fewer if it ends before."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the file. Idempotent."""
-        ...
-
-
-def open_reader(file: File) -> Reader:
-    """By the system's own means where it is a file of this machine."""
-    opened = file.open("rb")
-    try:
-        number = opened.fileno()
-    except (AttributeError, io.UnsupportedOperation, OSError):
-        return _Shared(opened)
-    return _Local(opened, number)
-
-
-class _Local:
-    """A file of this machine. It stays the one that was opened, whatever its name comes to mean."""
-
-    def __init__(self, opened: Any, number: int) -> None:  # noqa: ANN401
-        self._opened, self._number = opened, number
-        stat = os.fstat(number)
-        self.fingerprint = _fingerprint(self, stat.st_size, stat.st_mtime_ns)
-
-    def read(self, start: int, stop: int) -> bytes:
-        found = os.pread(self._number, stop - start, start)
-        while len(found) < stop - start:  # the system gives at most 2 GiB at a time
-            more = os.pread(self._number, stop - start - len(found), start + len(found))
-            if not more:
-                break
-            found += more
-        return found
-
-    def close(self) -> None:
-        self._opened.close()
-
-
-class _Shared:
-    """A file that has one position, which one thread moves at a time."""
-
-    def __init__(self, opened: Any) -> None:  # noqa: ANN401
-        self._opened, self._lock = opened, threading.Lock()
-        self.fingerprint = _fingerprint(self, opened.seek(0, os.SEEK_END), 0)
-
-    def read(self, start: int, stop: int) -> bytes:
-        with self._lock:
-            self._opened.seek(start)
-            return self._opened.read(stop - start)
-
-    def close(self) -> None:
-        self._opened.close()
-
-
-def _fingerprint(reader: _Local | _Shared, size: int, mtime_ns: int) -> Fingerprint:
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(reader.read(0, min(size, _PIECE)))
-    digest.update(reader.read(max(0, size - _PIECE), size))
-    return Fingerprint(size, mtime_ns, digest.hexdigest())

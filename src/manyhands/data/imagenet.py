@@ -137,7 +137,7 @@ def val_solutions(
     return _solutions(as_tree(tree), file, classes, mapping, by_folder=False)
 
 
-def test_images(tree: Any, file: str = _SUBMISSION) -> Names:  # noqa: ANN401
+def submission_images(tree: Any, file: str = _SUBMISSION) -> Names:  # noqa: ANN401
     """The images of the test split, which has no solutions. Raises UsageError."""
     tree = as_tree(tree)
     return Names(row[0] for _, row in _rows(tree, file))
@@ -181,12 +181,12 @@ class ImageNetTable:
     ) -> None:
         _check_split(split)
         self.split, self._tree = split, as_tree(tree)
-        self._transform, self._root = transform, root
+        self.transform, self._root = transform, root
         if split == "test":
             if classes is not None:
                 raise UsageError("nobody says of which classes the test images are")
             self.solutions = None
-            self._rows: Sequence[Solution] | Sequence[str] = test_images(self._tree)
+            self._rows: Sequence[Solution] | Sequence[str] = submission_images(self._tree)
         else:
             read = train_solutions if split == "train" else val_solutions
             self._rows = self.solutions = read(self._tree, classes=classes)
@@ -200,9 +200,9 @@ class ImageNetTable:
         row = self._rows[index]
         where = self.where(index)
         image: Any = read_picture(self._tree, path_of(row, self.split, root=self._root), where)
-        if self._transform is not None:
+        if self.transform is not None:
             with named(where):
-                image = self._transform(image)
+                image = self.transform(image)
         return image if isinstance(row, str) else (image, row.label)
 
     def where(self, index: int) -> str:
@@ -270,10 +270,10 @@ def _rows(tree: Tree, file: str) -> Iterator[tuple[int, list[str]]]:
     """Rows of two columns, with the lines they are in."""
     text, where = _text(tree, file)
     reader = csv.reader(io.StringIO(text, newline=""))
-    header = next(reader, [])
+    header = next(reader, None)
     if header != _HEADER:
         raise UsageError(
-            f"{where}:1: the columns are {header}, expected {_HEADER}",
+            f"{where}:1: the columns are {header or []}, expected {_HEADER}",
             hint="give the file of the Kaggle archive, unchanged",
         )
     for row in reader:

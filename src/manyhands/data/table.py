@@ -1,4 +1,4 @@
-"""Table: samples by number. Whatever has a length and items is one, torch's map-style data sets too.
+"""Table: samples by number. What has a length and items is one: torch's map-style data sets too.
 
 A sample that cannot be read raises BadSample, at every peer and every time: what is bad is the
 data, not the moment. Whatever may go well at another time (a network, a disk) is raised as it is.
@@ -6,7 +6,7 @@ data, not the moment. Whatever may go well at another time (a network, a disk) i
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -54,12 +54,12 @@ def place_of(table: Any, index: int) -> str:  # noqa: ANN401
 
 
 @contextmanager
-def named(where: str) -> Generator[None]:
+def named(where: str | Callable[[], str]) -> Generator[None]:
     """What a user's function raises inside says of which sample; it is no other error by that."""
     try:
         yield
     except BadSample:
         raise
     except Exception as error:
-        error.add_note(f"for the sample {where}")
+        error.add_note(f"for the sample {where if isinstance(where, str) else where()}")
         raise
