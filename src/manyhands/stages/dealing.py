@@ -19,7 +19,7 @@ from manyhands.planner.cost import LayerCost, PeerPower
 from manyhands.planner.memory import free_memory
 from manyhands.planner.partition import By
 from manyhands.planner.partition import partition as partition_costs
-from manyhands.planner.profile import profile_layers
+from manyhands.planner.profile import Ran, profile_layers
 from manyhands.stages.carrier import Carrier, carrier_for
 from manyhands.stages.layers import Carried, Model, Running, Spec, build, specs_of
 from manyhands.stages.variables import Scope, scoped
@@ -101,14 +101,13 @@ def profile(
     cut = tuple(part[:rows].to(device) for part in parts)
     given = {name: tensor[:rows].to(device) for name, tensor in (extra or {}).items()}
 
-    def run(
-        module: nn.Module, carried: Carried, variables: Mapping[str, Tensor]
-    ) -> tuple[Carried, dict[str, Tensor]]:
+    def run(module: nn.Module, carried: Carried, variables: Mapping[str, Tensor]) -> Ran:
         known = {**given, **variables}
         scope = Scope(known)
         with scoped(scope):
             output = Running(module, 0, type(module).__name__).run(carried, scope)
-        return output, {name: t for name, t in scope.values.items() if name not in known}
+        gives = {name: t for name, t in scope.values.items() if name not in known}
+        return Ran(output, gives, {name: scope.values[name] for name in scope.popped})
 
     return list(
         profile_layers(

@@ -255,8 +255,9 @@ class Pipeline:
     ) -> None:
         """Write a checkpoint to a folder or URL that all peers reach; all peers call it.
 
-        The newest `keep` stay. `extra` is plain data, of the first peer. `scheduler` is this peer's,
-        of its optimizer, if it has one. Raises CheckpointError, on all peers; the run can go on.
+        The newest `keep` stay. `extra` is plain data, of the first peer. `scheduler` is this
+        peer's, of its optimizer, if it has one. Raises CheckpointError, on all peers; the run can
+        go on.
         """
         if keep < 1:
             raise UsageError(f"keep={keep} checkpoints", hint="at least one, the newest")

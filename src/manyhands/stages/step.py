@@ -36,7 +36,7 @@ _AHEAD = 3  # actions whose inputs are asked for while an action runs
 
 
 class Step:
-    """One batch. `loss` and `count` are this peer's parts of the sums; `failure` its first error."""
+    """One batch. `loss` and `count` are this peer's parts of sums, `failure` is its first error."""
 
     def __init__(
         self,
