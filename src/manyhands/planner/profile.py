@@ -35,8 +35,8 @@ class Ran(NamedTuple):
     takes: Variables = MappingProxyType({})
 
 
-Run = Callable[[nn.Module, Carried, Variables], Ran | tuple[Carried, Variables]]
-"""From a layer, its input and all variables given so far; a pair is a Ran that takes none."""
+Run = Callable[[nn.Module, Carried, Variables], Ran]
+"""From a layer, its input and all variables given so far."""
 
 
 def plain_run(module: nn.Module, carried: Carried, _: Variables) -> Ran:
@@ -106,7 +106,7 @@ def _measure(
     kept, leaves = _Kept(module), _leaves(module, arrived)
     entering = _entering(arrived.carried)
     with kept.watch():
-        output, given, taken = Ran(*run(module, entering, arrived.variables))
+        output, given, taken = run(module, entering, arrived.variables)
     _check_output(output)
     ends = _ends(output, given)
     _backward(ends, [torch.ones_like(t) for t in ends], leaves)  # the first one may be slow
@@ -173,7 +173,7 @@ def _times(
     for _ in range(repeats):
         entering = _entering(arrived.carried)
         with _timed(device, forwards):
-            output, given, _ = Ran(*run(module, entering, arrived.variables))
+            output, given, _ = run(module, entering, arrived.variables)
         ends = _ends(output, given)
         ones = [torch.ones_like(tensor) for tensor in ends]
         with _timed(device, backwards):

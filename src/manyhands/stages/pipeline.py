@@ -386,7 +386,7 @@ class Pipeline:
                     squares = verdict.squares
                 count = 1.0
                 if counted:
-                    count = step.count if verdict is None else verdict.count
+                    count = step.count if verdict is None else verdict.counted
                     _check_count(count)
             except (StepFailed, UsageError):
                 self._forget()

@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 
     loss: float
     squares: float  # of all gradients
-    count: float  # what the loss is a sum over, where that is counted
+    counted: float  # what the loss is a sum over, where that is said
 
 
 def vote(
