@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import xxhash
@@ -28,6 +28,19 @@ from manyhands.checkpoint.tree import flatten, unflatten
 from manyhands.core.errors import CheckpointError, UsageError, WireError
 from manyhands.core.plan import Plan, Stage
 from manyhands.stages.layers import Running
+
+
+class Scheduler(Protocol):
+    """Of learning rates, such as those of torch.optim.lr_scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, as a checkpoint can hold them."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Go on from there."""
+        ...
+
 
 _NAME = re.compile(r"steps-(\d{12,18})-([0-9a-f]{24})")
 VERSION = 1
@@ -236,7 +249,7 @@ def check_fit(layers: Iterable[Running], states: Mapping[str, Any]) -> None:
     """Whether a saved state can be put in its place, before anything is. Raises CheckpointError."""
     for layer in layers:
         state = states[layer.name]
-        if not isinstance(state, dict) or set(cast("dict[str, Any]", state)) != _KEPT:
+        if not isinstance(state, dict) or set(cast("dict[str, Any]", state)) - {_RATES} != _KEPT:
             raise CheckpointError(f"what was saved for {layer.said} is no layer's state")
         saved = cast("dict[str, Any]", state["module"])
         here = layer.module.state_dict()
@@ -255,6 +268,7 @@ def check_fit(layers: Iterable[Running], states: Mapping[str, Any]) -> None:
 
 
 _KEPT = {"module", "optimizer", "settings"}
+_RATES = "scheduler"  # not in checkpoints of runs without one
 
 
 def _form(value: object) -> str:
@@ -288,3 +302,38 @@ def restore(
         if first is not None:
             saved.update(first)
     optimizer.load_state_dict(whole)
+
+
+def add_scheduler(states: Mapping[str, Any], scheduler: Scheduler) -> None:
+    """To the states of a stage's layers: each has it, so that it is found by any other plan."""
+    for state in states.values():
+        state[_RATES] = scheduler.state_dict()
+
+
+def scheduler_in(states: Mapping[str, Any], scheduler: Scheduler | None) -> dict[str, Any] | None:
+    """What was saved of the scheduler of whoever had these layers, if one is asked for.
+
+    Raises CheckpointError for one that it does not fit.
+    """
+    if scheduler is None:
+        return None
+    found = next((state[_RATES] for state in states.values() if _RATES in state), None)
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            "no scheduler was saved with these layers",
+            hint="pass it to save() too: save(url, scheduler=scheduler)",
+        )
+    saved, here = cast("dict[str, Any]", found), scheduler.state_dict()
+    # Names with _ come and go with releases of torch.
+    names = {name for name in {*saved} ^ {*here} if not str(name).startswith("_")}
+    counts = [len(state.get("base_lrs", ())) for state in (saved, here)]
+    if names or counts[0] != counts[1]:
+        if names:
+            what = f"one of the two has {min(names)!r}"
+        else:
+            what = f"it was for {counts[0]} groups of parameters, here there are {counts[1]}"
+        raise CheckpointError(
+            f"the scheduler is another one than was saved: {what}",
+            hint="make the scheduler that was saved, or load without one",
+        )
+    return saved
