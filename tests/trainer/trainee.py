@@ -61,6 +61,7 @@ def train(
     min_peers: int = 1,
     lease_s: float = 10.0,
     linger_s: float = 0.0,
+    linger_from: int = 0,
     one_peer: bool = False,
     log: str | None = None,
     trainer: dict | None = None,
@@ -76,7 +77,8 @@ def train(
                 teller.pass_by("evaluate", hand.round)
                 return values(model, x, y)
             teller.pass_by("forward", hand.round)
-            teller.linger(linger_s)
+            if hand.round >= linger_from:
+                teller.linger(linger_s)
             return values(model, *batch)
 
         def evaluate(model):
