@@ -452,7 +452,10 @@ class Session:
         if not self._options.resume:
             return fresh.open()
         assert self._keeper is not None
-        place, found = self._options.checkpoints, self._keeper.load()
+        or_begin = self._options.resume == "auto"
+        place, found = self._options.checkpoints, self._keeper.load(or_begin=or_begin)
+        if found is None and or_begin:
+            return fresh.open()
         if found is None:
             log.warning(
                 "no checkpoint in %s: waiting for a peer that has a state "

@@ -18,6 +18,7 @@ from manyhands.stages.saving import (
     Save,
     discard,
     extra_of,
+    kind_of,
     new_save,
     prune,
     read_index,
@@ -56,7 +57,8 @@ class Archive:
             for stage in self._plan.stages:
                 if stage.lead == self._me:
                     tree = self._part.state_of(stage)
-                    write_shard(url, save, shards[stage.index], tree)
+                    optimizer = kind_of(self._part.optimizer)
+                    write_shard(url, save, shards[stage.index], tree, optimizer)
 
         def finish() -> None:
             if self._me == 0:
@@ -82,7 +84,8 @@ class Archive:
 
             def read(save: Save = save) -> None:
                 index = read_index(url, save)
-                states = read_layers(url, save, index, names)
+                optimizer = kind_of(self._part.optimizer)
+                states = read_layers(url, save, index, names, optimizer)
                 self._part.check_fit(states)
                 found[save] = Resumed(index.num_steps, extra_of(index)), states
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from manyhands.core.errors import LinkBroken, UsageError
 
 _HEAD_BYTES = 512
+_MOST_BYTES = 64 << 20  # of what one peer says to all: plans, errors, what a stage gives
 
 
 class Pending(Protocol):
@@ -170,6 +171,10 @@ class GroupCarrier:
             head[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         start = self._tell(head, root)
         length = int.from_bytes(start[:8])
+        if length > _MOST_BYTES:
+            raise LinkBroken(
+                f"rank {root} speaks of {length} bytes: at most {_MOST_BYTES} are taken"
+            )
         missing = length - (_HEAD_BYTES - 8)
         if missing <= 0:
             return start[8 : 8 + length]

@@ -43,7 +43,7 @@ from manyhands.stages.step import LossFn, Step, joined, output_names
 from manyhands.stages.terms import Terms, agree
 from manyhands.stages.traffic import Traffic
 from manyhands.stages.values import Given, Table
-from manyhands.stages.vote import Verdict, vote
+from manyhands.stages.vote import Verdict, vote, words_of
 
 
 class _Course(NamedTuple):
@@ -422,8 +422,7 @@ class Pipeline:
         except LinkError as error:
             raise self._break(error.message) from error
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}".removesuffix(": ")
-            said = error.message if isinstance(error, PlanBroken) else said
+            said = error.message if isinstance(error, PlanBroken) else words_of(error)
             broken = self._break(f"peer {self.plan.peers[self.me]} gave up: {said}")
             self._carrier.give_up(f"{said} on peer {self.plan.peers[self.me]}")
             if isinstance(error, Exception):

@@ -24,6 +24,7 @@ from manyhands.stages.schedule import Action
 from manyhands.stages.traffic import Message, Traffic
 from manyhands.stages.values import Table, Value, carried_name, target_name
 from manyhands.stages.vote import Failure, failure_of
+from manyhands.wire.tensors import dtype_named
 
 LossFn = Callable[[Any, Any], Tensor]
 _ONE_NUMBER = "a loss function returns one number, a tensor"
@@ -230,7 +231,7 @@ class Step:
         tensor = made.get(message.value.name, inputs.get(message.value.name))
         if tensor is None:
             shape = kind.shape if kind.whole else (len(message.rows), *kind.shape)
-            return torch.zeros(shape, dtype=getattr(torch, kind.dtype), device=self._device)
+            return torch.zeros(shape, dtype=dtype_named(kind.dtype), device=self._device)
         return tensor if kind.whole else tensor[message.rows.within(rows)]
 
 
