@@ -143,7 +143,7 @@ def test_optimizers_that_are_none(tyrant):
     for recipe, text in (
         (Recipe("torch.optim.adam", "Adam", {"lr": float("nan")}), "Invalid learning rate: nan"),
         (Recipe("torch.optim.adam", "Adam", {"lr": "0.1"}), "TypeError"),
-        (Recipe("torch.optim.adam", "Adam", {"params": []}), "TypeError"),
+        (Recipe("torch.optim.adam", "Adam", {"params": 1}), "TypeError"),
         (Recipe("torch.nn.modules.linear", "Linear", {}), "not a kind of"),
         (Recipe("torch.optim.optimizer", "Optimizer", {}), "not a kind of"),
     ):
@@ -154,13 +154,13 @@ def test_optimizers_that_are_none(tyrant):
 
 def test_more_words_than_a_worker_can_hear(tyrant):
     """The link holds the sender back."""
-    for _ in range(20_000):
+    for _ in range(5_000):
         tyrant.shout(b"\x00")
     assert tyrant.is_served()
 
 
 def test_more_state_than_one_answer_has_room_for(tyrant):
-    answer = tyrant.build(Recipe(MEAN, "Crumbs", {"number": 50_000}))
+    answer = tyrant.build(Recipe(MEAN, "Names", {"number": 300, "length": 10_000}))
     assert isinstance(answer, words.Done)
     tyrant.ask(words.Enter, "plan-1", 0, alone(), 0)
     answer = tyrant.ask(words.Describe)

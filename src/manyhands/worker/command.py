@@ -154,7 +154,7 @@ def _serve(
 
     with dial(address, me, SETTINGS) as link:
         try:
-            Servant(link, workshop, offer, tell).serve(max(patience_s, SETTINGS.outage_s))
+            Servant(link, workshop, offer, tell).serve(max(patience_s, SETTINGS.connect_s))
         finally:
             workshop.close()
 

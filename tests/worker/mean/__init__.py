@@ -43,12 +43,13 @@ class Talkative(nn.Module):
         raise RuntimeError("a" * 50_000_000)
 
 
-class Crumbs(nn.Module):
-    """Many small parameters."""
+class Names(nn.Module):
+    """Small parameters with long names."""
 
-    def __init__(self, number):
+    def __init__(self, number, length):
         super().__init__()
-        self.crumbs = nn.ParameterList(torch.zeros(1) for _ in range(number))
+        for index in range(number):
+            self.register_parameter(f"{index}".zfill(length), nn.Parameter(torch.zeros(1)))
 
     def forward(self, x):
         return x
