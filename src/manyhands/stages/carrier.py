@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core.errors import LinkBroken, UsageError
+from manyhands.core.errors import LinkBroken, LinkError, UsageError
+from manyhands.stages.errors import PlanBroken
 
 _HEAD_BYTES = 512
 _MOST_BYTES = 64 << 20  # of what one peer says to all: plans, errors, what a stage gives
@@ -233,6 +234,16 @@ def _linked() -> Generator[None]:
     except RuntimeError as error:
         text, _, _ = str(error).partition("\nhint: ")  # whoever runs a plan has a better one
         raise LinkBroken(text) from error
+
+
+@contextmanager
+def exchanging() -> Generator[None]:
+    """For those who use a plan's group themselves: what its link raises ends the plan."""
+    try:
+        with _linked():
+            yield
+    except LinkError as error:
+        raise PlanBroken(error.message) from error
 
 
 def _key(peers: Sequence[int]) -> tuple[int, ...]:

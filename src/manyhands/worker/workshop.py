@@ -17,6 +17,7 @@ from manyhands.core.address import HubAddress, check_run
 from manyhands.core.errors import UsageError
 from manyhands.core.plan import Plan
 from manyhands.stages import commands as words
+from manyhands.stages.carrier import exchanging
 from manyhands.stages.layers import Spec, build
 from manyhands.stages.pipeline import Pipeline
 from manyhands.stages.recipes import NotAllowed, arguments, resolve
@@ -185,16 +186,18 @@ class Workshop:
     def _send(self) -> None:
         state = self._state()
         assert self._group is not None
-        sent = [self._group.send([tensor.contiguous()], 0) for _, _, tensor in state]
-        for work in sent:
-            work.wait()
+        with exchanging():
+            sent = [self._group.send([tensor.contiguous()], 0) for _, _, tensor in state]
+            for work in sent:
+                work.wait()
 
     def _receive(self) -> None:
         state = self._state()
         assert self._group is not None
         for _, _, tensor in state:
             came = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            self._group.recv([came], 0).wait()
+            with exchanging():
+                self._group.recv([came], 0).wait()
             with torch.no_grad():
                 tensor.copy_(came)  # a state_dict shows the layer's own memory
 

@@ -161,6 +161,15 @@ def test_it_leaves_when_its_state_is_asked_for():
             await boss.state_dict()
 
 
+def test_it_leaves_when_it_is_given_a_state():
+    @bossed({words.Load: Liar.leave})
+    async def _(boss):
+        await boss.distribute_model()
+        state = await boss.state_dict()
+        with pytest.raises(PlanBroken, match="liar"):
+            await boss.load_state_dict(state)
+
+
 def described(*entries):
     return lambda liar, word: words.Done(word.id, tuple(entries))
 

@@ -32,6 +32,7 @@ from manyhands.links.hub import Hub
 from manyhands.planner.cost import PeerPower
 from manyhands.planner.partition import partition
 from manyhands.stages import commands as words
+from manyhands.stages.carrier import exchanging
 from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.layers import Spec, specs_of
 from manyhands.stages.pipeline import Pipeline
@@ -268,7 +269,8 @@ class BossMan:
             for rank, entries in enumerate(places, 1):
                 for entry in entries:
                     tensor = empty(entry.spec, _MAX_TENSOR_BYTES)
-                    group.recv([tensor], rank).wait()
+                    with exchanging():
+                        group.recv([tensor], rank).wait()
                     state[_key(entry)] = tensor
             return state
 
@@ -291,13 +293,14 @@ class BossMan:
                 raise UsageError(f"{name} is {spec_of(tensor)}, the model has {wanted[name]}")
 
         def own() -> None:
-            sent = [
-                group.send([plain[_key(entry)]], rank)
-                for rank, entries in enumerate(places, 1)
-                for entry in entries
-            ]
-            for work in sent:
-                work.wait()
+            with exchanging():
+                sent = [
+                    group.send([plain[_key(entry)]], rank)
+                    for rank, entries in enumerate(places, 1)
+                    for entry in entries
+                ]
+                for work in sent:
+                    work.wait()
 
         await self._ask(lambda number, _: words.Load(number), own)
 
