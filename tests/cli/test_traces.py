@@ -30,6 +30,12 @@ def test_an_interruption_is_one_line():
     assert shown(b"epoch 1", *FRAMES, b"KeyboardInterrupt", b"bye") == [b"epoch 1", PLACES, b"bye"]
 
 
+def test_with_the_rank_before_each_line():
+    lines = [b"[rank12]: " + line for line in [*FRAMES, b"KeyboardInterrupt"]]
+    assert shown(*lines) == [PLACES]
+    assert shown(*lines[:-1], b"[rank12]: KeyError: 1") == [*lines[:-1], b"[rank12]: KeyError: 1"]
+
+
 def test_where_there_is_one_place_it_is_said_once():
     assert shown(*FRAMES[:3], b"KeyboardInterrupt") == [FIRST]
 

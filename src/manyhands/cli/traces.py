@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
+_RANK = re.compile(rb"\[rank\d+\]: ")  # put before each line by torch.distributed
 _FIRST = b"Traceback (most recent call last):"
 _LAST = b"KeyboardInterrupt"
 _MOST_LINES = 1000  # what is longer is no traceback, and would be held without end
@@ -23,13 +25,14 @@ class Traces:
         """What is to be shown, now that these lines have come."""
         shown: list[bytes] = []
         for line in lines:
-            if not self._held and line != _FIRST:
+            bare = _bare(line)
+            if not self._held and bare != _FIRST:
                 shown.append(line)
-            elif len(self._held) < _MOST_LINES and (not self._held or line.startswith(b" ")):
+            elif len(self._held) < _MOST_LINES and (not self._held or bare.startswith(b" ")):
                 self._held.append(line)
             else:
                 held, self._held = self._held, []
-                shown += [_brief(held)] if line.strip() == _LAST else [*held, line]
+                shown += [_brief(held)] if bare.strip() == _LAST else [*held, line]
         return shown
 
     def finish(self) -> list[bytes]:
@@ -38,7 +41,13 @@ class Traces:
         return held
 
 
+def _bare(line: bytes) -> bytes:
+    prefix = _RANK.match(line)
+    return line if prefix is None else line[prefix.end() :]
+
+
 def _brief(held: list[bytes]) -> bytes:
-    frames = [line.strip() for line in held if line.lstrip().startswith(b'File "')]
+    lines = [_bare(line).strip() for line in held]
+    frames = [line for line in lines if line.startswith(b'File "')]
     places = b" ... ".join(dict.fromkeys([*frames[:1], *frames[-1:]]))
     return b"interrupted: " + (places or _LAST)
