@@ -16,6 +16,7 @@ from tests.stages.threads import run_threads
 from manyhands.checkpoint import folder as folders
 from manyhands.core.errors import CheckpointError, UsageError
 from manyhands.stages import archive
+from manyhands.stages.saving import read_index, saves_in, write_shard
 
 PLANS = {
     "one": [(6, [0])],
@@ -282,6 +283,28 @@ def test_another_kind_of_optimizer(tmp_path):
     for num_steps, losses in on_all(PLANS["two"], act, optimizer=None):
         assert num_steps == 2
         assert sorted(losses) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {"module": {}},
+        {"module": [], "optimizer": {}, "settings": {}},
+        {"module": {}, "optimizer": {"weight": {}}, "settings": {}},
+    ],
+)
+def test_a_whole_file_with_something_else_in_it(tmp_path, state):
+    train_and_save(PLANS["one"], tmp_path, 2)
+    index, folder = newest(tmp_path)
+    (save,) = saves_in(str(tmp_path))
+    (shard,) = read_index(str(tmp_path), save).shards
+    shutil.rmtree(folder)
+    write_shard(str(tmp_path), save, shard, dict.fromkeys(shard.layers, state))
+    (answer,) = loaded(PLANS["one"], tmp_path)
+    assert isinstance(answer, CheckpointError)
+    assert "is no layer's state" in answer.message
+    assert index.exists()
 
 
 def test_only_broken_ones(tmp_path):

@@ -265,11 +265,7 @@ def check_fit(layers: Iterable[Running], states: Mapping[str, Any]) -> None:
     """Whether a saved state can be put in its place, before anything is. Raises CheckpointError."""
     for layer in layers:
         state = states[layer.name]
-        if not isinstance(state, dict) or set(cast("dict[str, Any]", state)) != _KEPT:
-            raise CheckpointError(f"what was saved for {layer.said} is no layer's state")
-        if not all(isinstance(part, dict) for part in cast("dict[str, Any]", state).values()) or (
-            set(state["optimizer"]) != set(state["settings"])
-        ):
+        if not _is_state(state):
             raise CheckpointError(f"what was saved for {layer.said} is no layer's state")
         saved = cast("dict[str, Any]", state["module"])
         here = layer.module.state_dict()
@@ -288,6 +284,16 @@ def check_fit(layers: Iterable[Running], states: Mapping[str, Any]) -> None:
 
 
 _KEPT = {"module", "optimizer", "settings"}
+
+
+def _is_state(state: object) -> bool:
+    """Of the form that `state_of` gives."""
+    if not isinstance(state, dict) or set(cast("dict[str, Any]", state)) != _KEPT:
+        return False
+    parts = cast("dict[str, dict[str, Any]]", state)
+    if not all(isinstance(cast("object", part), dict) for part in parts.values()):
+        return False
+    return set(parts["optimizer"]) == set(parts["settings"])
 
 
 def _form(value: object) -> str:
