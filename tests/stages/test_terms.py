@@ -115,7 +115,7 @@ def test_a_peer_in_another_call_ends_the_plan_and_says_why(first, second, said):
         ({"clip_norm": float("nan")}, "clip_norm=nan"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
         ({"clip_norm": float("inf")}, "clip_norm=inf"),
-        ({"targets": "frist"}, "targets='frist'"),
+        ({"targets": "middle"}, "targets='middle'"),
         ({"loss_is": "median"}, "loss_is='median'"),
         ({"seed": 1 << 64}, "seed=18446744073709551616"),
     ],
