@@ -282,6 +282,8 @@ def test_the_command_that_goes_on(tmp_path, uninterrupted, num_peers):
 )
 def test_commands(environ, command):
     assert again(3, environ, ["train.py", "-n", "3"]) == command
+    anew = command.replace("--resume ", "")  # nothing was saved
+    assert again(3, environ, ["train.py", "-n", "3"], saved=False) == anew
 
 
 @pytest.mark.parametrize(

@@ -440,7 +440,8 @@ class Pipeline:
         return PlanBroken(reason, hint=self._again())
 
     def _again(self) -> str:
-        command = again(len(self.plan.peers), os.environ, sys.argv)
+        saved = self._saved is not None
+        command = again(len(self.plan.peers), os.environ, sys.argv, saved=saved)
         if self._saved is None:
             return f"nothing was saved; to start anew with the peers that are left: {command}"
         url, num_steps = self._saved
@@ -464,7 +465,9 @@ class Pipeline:
         self._half = None
 
 
-def again(num_peers: int, environ: Mapping[str, str], arguments: Sequence[str]) -> str:
+def again(
+    num_peers: int, environ: Mapping[str, str], arguments: Sequence[str], *, saved: bool = True
+) -> str:
     """The command that starts this program once more, for one peer less than these.
 
     Of a launcher that started only some of them nobody here knows which are left: its command is
@@ -479,6 +482,8 @@ def again(num_peers: int, environ: Mapping[str, str], arguments: Sequence[str]) 
         if ["-n", str(num_peers)] in [options[i : i + 2] for i in range(len(options))]:
             for option in {"-n", "--min-peers"} & {*options}:
                 words[words.index(option) + 1] = left
+        if options and not saved:
+            words.remove("--resume")
         return shlex.join(words)
     if environ.get("LOCAL_WORLD_SIZE") == str(num_peers):
         return shlex.join(["torchrun", "--nproc-per-node", left, *arguments])
