@@ -214,6 +214,14 @@ def test_a_copy_finds_how_to_resume(launch):
     assert {e["MANYHANDS_RESUME"] for e in told} == {"auto"}
 
 
+def test_the_command_for_others_says_how_many_begin(launch):
+    code, _, err = launch(TELL, "--min-peers", "3").end()
+    assert code == 0, err
+    assert re.search(r"manyhands run --hub mh1-\S+ --min-peers 3 \S*train.py\n", err)
+    code, _, err = launch(TELL, "-n", "2").end()
+    assert re.search(r"manyhands run --hub mh1-\S+ \S*train.py\n", err)
+
+
 def test_more_copies_than_anybody_means(launch):
     code, _, err = launch(TELL, "-n", "1000000").end()
     assert code == 2

@@ -145,7 +145,8 @@ def run(
         if url is None:
             own = stack.enter_context(own_hub(bind or "127.0.0.1:0", advertise))
             url, min_peers = replace(own.near, run=run_name).code(), min_peers or number
-            announce(replace(own.address, run=run_name), arguments, output)
+            more = [] if min_peers <= number else ["--min-peers", str(min_peers)]
+            announce(replace(own.address, run=run_name), [*more, *arguments], output)
         else:
             output.event("run", run=run_name, code=None)
         if min_peers is not None and min_peers > number:

@@ -233,7 +233,9 @@ def _linked() -> Generator[None]:
         yield
     except RuntimeError as error:
         text, _, _ = str(error).partition("\nhint: ")  # whoever runs a plan has a better one
-        raise LinkBroken(text) from error
+        # What a backend says of its link is all said; another error's traceback is needed.
+        said = isinstance(error, dist.DistBackendError)
+        raise LinkBroken(text) from (None if said else error)
 
 
 @contextmanager
