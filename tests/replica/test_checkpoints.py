@@ -101,6 +101,34 @@ def test_the_first_of_the_roster_saves_and_the_newest_stay(zygote, url, tmp_path
         assert len(rounds) == 2
 
 
+def test_it_goes_on_if_something_was_saved_and_else_begins(zygote, url, tmp_path):
+    with Hands(
+        zygote, url, checkpoints=str(tmp_path / "saved"), save_every=1, resume="auto"
+    ) as hands:
+        first = hands.join(hands.brink, **saving(3))
+        until_saved(hands, tmp_path / "saved", 3)
+        hands.kill()
+        second = hands.join()
+        hands.finish(first)
+        assert min(said["round"] for said in first.said if "round" in said) == 0
+        assert min(said["round"] for said in second.said if "round" in said) >= 3
+
+
+def test_it_does_not_begin_where_there_are_only_broken_ones(zygote, url, tmp_path):
+    folder = tmp_path / "saved"
+    with Hands(zygote, url, checkpoints=str(folder), save_every=1, resume="auto") as hands:
+        first = hands.join(hands.brink, **saving(2))
+        until_saved(hands, folder, 2)
+        hands.kill()
+        for file in folder.glob("*.json"):
+            file.write_text("nonsense")
+        second = hands.join()
+        assert second.wait() == 1
+        assert "no checkpoint can be used" in second.report()
+        assert "clear this one" in second.report()
+        assert first.wait() != 0
+
+
 def test_without_a_checkpoint_it_waits_for_who_has_one(zygote, url, tmp_path):
     """It must not begin the run anew in silence."""
     with Hands(zygote, url, save_every=1, lease_s=AGAIN_S) as hands:

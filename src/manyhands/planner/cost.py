@@ -95,5 +95,5 @@ def read_costs(text: str | bytes) -> tuple[LayerCost, ...]:
                 hint="update manyhands, or measure the layers again",
             )
         return msgspec.json.decode(text, type=_Written).layers
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise PlanError(f"this is no profile: {error}") from None
+    except (msgspec.DecodeError, UnicodeError, OverflowError, RecursionError) as error:
+        raise PlanError(f"this is no profile: {str(error)[:400]}") from None

@@ -20,6 +20,7 @@ from manyhands.stages.saving import (
     add_scheduler,
     discard,
     extra_of,
+    kind_of,
     new_save,
     prune,
     read_index,
@@ -69,7 +70,8 @@ class Archive:
                     tree = self._part.state_of(stage)
                     if scheduler is not None:
                         add_scheduler(tree, scheduler)
-                    write_shard(url, save, shards[stage.index], tree)
+                    optimizer = kind_of(self._part.optimizer)
+                    write_shard(url, save, shards[stage.index], tree, optimizer)
 
         def finish() -> None:
             if self._me == 0:
@@ -95,7 +97,8 @@ class Archive:
 
             def read(save: Save = save) -> None:
                 index = read_index(url, save)
-                states = read_layers(url, save, index, names)
+                optimizer = kind_of(self._part.optimizer)
+                states = read_layers(url, save, index, names, optimizer)
                 self._part.check_fit(states)
                 rates = scheduler_in(states, scheduler)
                 found[save] = Resumed(index.num_steps, extra_of(index)), states, rates

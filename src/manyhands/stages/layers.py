@@ -44,6 +44,14 @@ class Spec(NamedTuple):
                 f"{name} cannot be built with {dict(self.kwargs)!r}: {error}"
             ) from error
 
+    def outline(self) -> nn.Module:
+        """The layer with shapes and without values: it takes no memory.
+
+        Raises what its class raises; RuntimeError or NotImplementedError if that looks at values.
+        """
+        with forked(), torch.device("meta"):
+            return self.kind(**self.kwargs)
+
 
 Model = nn.Sequential | Sequence[Any]
 """nn.Sequential, or a list of modules and of (class, kwargs, shape)."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from manyhands.stages.carrier import Carrier, Pending
 from manyhands.stages.course import Course, Duty
 from manyhands.stages.traffic import Message
+from manyhands.wire.tensors import dtype_named
 
 
 class _Coming(NamedTuple):
@@ -43,7 +44,7 @@ class Mail:
         for earlier in line[start:end]:
             kind = earlier.value.kind
             shape = kind.shape if kind.whole else (len(earlier.rows), *kind.shape)
-            tensor = torch.empty(shape, dtype=getattr(torch, kind.dtype), device=self._device)
+            tensor = torch.empty(shape, dtype=dtype_named(kind.dtype), device=self._device)
             pending = self._carrier.receive(tensor, message.source)
             self._coming[earlier] = _Coming(tensor, pending)
         self._asked[message.source] = max(start, end)

@@ -43,7 +43,7 @@ from manyhands.stages.schedule import picture
 from manyhands.stages.step import LossFn, LossIs, Step
 from manyhands.stages.terms import Terms, agree
 from manyhands.stages.values import Table
-from manyhands.stages.vote import Verdict, vote
+from manyhands.stages.vote import Verdict, vote, words_of
 
 Targets = Literal["last", "first"]
 """Which stage's peers are given the targets."""
@@ -449,8 +449,7 @@ class Pipeline:
         except LinkError as error:
             raise self._break(error.message) from error
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}".removesuffix(": ")
-            text = error.message if isinstance(error, PlanBroken) else text
+            text = error.message if isinstance(error, PlanBroken) else words_of(error)
             broken = self._break(f"peer {self.plan.peers[self.me]} gave up: {text}")
             self._carrier.give_up(f"{text} on peer {self.plan.peers[self.me]}")
             if isinstance(error, Exception):
@@ -462,7 +461,9 @@ class Pipeline:
         return PlanBroken(self._broken, hint=self._again())
 
     def _again(self) -> str:
-        return hint(again(len(self.plan.peers), os.environ, sys.argv), self._saved)
+        saved = self._saved is not None
+        command = again(len(self.plan.peers), os.environ, sys.argv, saved=saved)
+        return hint(command, self._saved)
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,8 @@ from manyhands.stages.moves import rows_at, split_rows
 from manyhands.stages.runner import Runner
 from manyhands.stages.values import Given, Kind, Rehearsed, Table, tabulate
 from manyhands.stages.variables import INPUTS, Scope, VariableError, scoped, version_of
-from manyhands.stages.vote import sayable
+from manyhands.stages.vote import sayable, words_of
+from manyhands.wire.tensors import dtype_named
 
 
 def rehearse(
@@ -82,7 +83,7 @@ class _Trial:
             try:
                 return self._attempt(carried, single, known, givers, copied=False)
             except Exception as error:  # noqa: BLE001  (told to everybody)
-                if "in-place" not in str(error) or not isinstance(error, RuntimeError):
+                if not isinstance(error, RuntimeError) or "in-place" not in words_of(error):
                     return self.wrong(error)
             try:  # a layer writes into what it is given, which is not its own
                 return self._attempt(carried, single, known, givers, copied=True)
@@ -102,7 +103,7 @@ class _Trial:
 
         def zeros(kind: Kind) -> Tensor:
             shape = kind.shape if kind.whole else (self._rows, *kind.shape)
-            made = torch.zeros(shape, dtype=getattr(torch, kind.dtype), device=self._device)
+            made = torch.zeros(shape, dtype=dtype_named(kind.dtype), device=self._device)
             made.requires_grad_(kind.grad and torch.is_grad_enabled())
             given.append((made.clone() if copied else made, version_of(made)))
             return given[-1][0]
@@ -149,11 +150,11 @@ class _Trial:
         """For everybody to hear."""
         if isinstance(error, UsageError):
             wrong_variable = isinstance(error, VariableError)
-            return Rehearsed(error=error.message, hint=error.hint, wrong_variable=wrong_variable)
+            hint = error.hint and sayable(error.hint)
+            message = sayable(error.message)
+            return Rehearsed(error=message, hint=hint, wrong_variable=wrong_variable)
         return Rehearsed(
-            error=sayable(
-                f"{self._at} cannot take what it is given: {type(error).__name__}: {error}"
-            ),
+            error=f"{self._at} cannot take what it is given: {words_of(error)}",
             hint="compare what the layer before gives with what this one expects",
         )
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from manyhands.core.address import redact
 
 
-def again(num_peers: int, environ: Mapping[str, str], arguments: Sequence[str]) -> str:
+def again(
+    num_peers: int, environ: Mapping[str, str], arguments: Sequence[str], *, saved: bool = True
+) -> str:
     """The command that starts this program once more, for one peer less than these.
 
     Of a launcher that started only some of them nobody here knows which are left: its command is
@@ -24,6 +26,8 @@ def again(num_peers: int, environ: Mapping[str, str], arguments: Sequence[str]) 
         if ["-n", str(num_peers)] in [options[i : i + 2] for i in range(len(options))]:
             for option in {"-n", "--min-peers"} & {*options}:
                 words[words.index(option) + 1] = left
+        if options and not saved:
+            words.remove("--resume")
         return shlex.join(words)
     if environ.get("LOCAL_WORLD_SIZE") == str(num_peers):
         return shlex.join(["torchrun", "--nproc-per-node", left, *arguments])

@@ -23,6 +23,7 @@ from manyhands.stages.runner import LOSS, Runner, Seeds
 from manyhands.stages.schedule import Action
 from manyhands.stages.traffic import Message
 from manyhands.stages.vote import Failure, failure_of
+from manyhands.wire.tensors import dtype_named
 
 LossFn = Callable[[Any, Any], Any]
 """From the output and the targets of some rows to their loss; or, counted, to (sum, count)."""
@@ -238,7 +239,7 @@ class Step:
         tensor = made.get(message.value.name, inputs.get(message.value.name))
         if tensor is None:
             shape = kind.shape if kind.whole else (len(message.rows), *kind.shape)
-            return torch.zeros(shape, dtype=getattr(torch, kind.dtype), device=self._device)
+            return torch.zeros(shape, dtype=dtype_named(kind.dtype), device=self._device)
         return tensor if kind.whole else tensor[message.rows.within(rows)]
 
 

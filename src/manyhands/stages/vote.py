@@ -15,6 +15,8 @@ from manyhands.stages.errors import StepFailed
 from manyhands.stages.schedule import Action
 
 T = TypeVar("T")
+_MESSAGE_CHARS = 4_000
+_TRACEBACK_CHARS = 20_000  # of its end
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -28,15 +30,30 @@ class Failure(msgspec.Struct, frozen=True):
 
 def failure_of(error: Exception, action: Action | None = None, at: str = "") -> Failure:
     """To be told to everybody; an error of ours speaks for itself, another one is said where."""
-    text = sayable("".join(tracebacks.format_exception(error)))
+    text = traceback_of(error)
     if isinstance(error, ManyhandsError):
-        return Failure(error.message, text, error.hint, action)
-    message = sayable(f"{type(error).__name__}: {error}{at and f' ({at})'}")
-    return Failure(message, text, None, action)
+        hint = error.hint and sayable(error.hint)
+        return Failure(sayable(error.message), text, hint, action)
+    return Failure(f"{words_of(error)}{at and f' ({at})'}", text, None, action)
 
 
 def sayable(text: str) -> str:
-    """As UTF-8 can say it: names of files may hold bytes that it cannot."""
+    """As UTF-8 can say it: names of files may hold bytes that it cannot. Not without end."""
+    return text[:_MESSAGE_CHARS].encode(errors="backslashreplace").decode()
+
+
+def words_of(error: BaseException) -> str:
+    """Its kind and what it says, whatever that is: an error's own text may raise another."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  (of somebody's __str__; the error itself is told)
+        text = "(what it says cannot be shown)"
+    return sayable(f"{type(error).__name__}: {text}".removesuffix(": "))
+
+
+def traceback_of(error: BaseException) -> str:
+    """Its end, where the cause is."""
+    text = "".join(tracebacks.format_exception(error))[-_TRACEBACK_CHARS:]
     return text.encode(errors="backslashreplace").decode()
 
 
