@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import select
 import signal
 import socket
 import threading
 import traceback
+from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,10 +41,13 @@ class WorkerDied(ManyhandsError):
 
 
 class Child:
-    """A hand of a crew. Used by the crew's thread, but for `end`."""
+    """A hand of a crew, that may be asked for `depth` batches at a time: the process need not wait
+    for its parent between two of them. Used by the crew's thread, but for `end`.
+    """
 
-    def __init__(self, reader: Reader, number: int) -> None:
-        self._reader, self._number = reader, number
+    def __init__(self, reader: Reader, number: int, depth: int) -> None:
+        self._reader, self._number, self.depth = reader, number, depth
+        self._asked: deque[Marks] = deque()
         self._lock = threading.Lock()  # of what follows
         self._process: Any = None
         self._line: Connection | None = None
@@ -55,14 +60,25 @@ class Child:
         with suppress(ManyhandsError):
             self._start()
 
-    def read(self, marks: Marks) -> Rows:
-        """A batch. A process that has died is started anew for the next one."""
-        line = self._line or self._start()
+    def ask(self, marks: Marks) -> None:
+        """For a batch. If that cannot be, `answer` says why."""
+        self._asked.append(marks)
+        if self._line is not None:
+            with suppress(OSError):
+                self._line.send(marks)
+
+    def answer(self) -> Rows:
+        """The first batch that was asked for and not answered. If the process has died of it, the
+        others are asked for anew.
+        """
+        marks = self._asked[0]
         try:
-            line.send(marks)
+            line = self._line or self._start()
             answer = receive(line)
         except (EOFError, OSError) as error:
             raise self._died(marks) from error
+        finally:
+            self._asked.popleft()
         self._answered = True
         if isinstance(answer, BaseException):
             raise answer
@@ -110,6 +126,8 @@ class Child:
             finally:
                 theirs.close()
             self._process, self._line, self._answered = process, mine, False
+        for marks in self._asked:
+            mine.send(marks)
         return mine
 
     def _let_go(self) -> int | None:
@@ -157,11 +175,10 @@ def serve(line: Connection, reader: Reader, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is the parent's affair
     threading.Thread(target=_end_with, args=(parent,), name="parent's end", daemon=True).start()
     torch.set_num_threads(1)
-    while True:
-        try:
-            marks = line.recv()
-        except (EOFError, OSError):
-            return
+    wanted: queue.SimpleQueue[Marks | None] = queue.SimpleQueue()
+    # What is asked for is taken in at once: a parent that asks must not wait for one that answers.
+    threading.Thread(target=_listen, args=(line, wanted), name="wanted", daemon=True).start()
+    while (marks := wanted.get()) is not None:
         answer = _answer(reader, marks)
         try:
             send(line, answer, parent)
@@ -171,6 +188,13 @@ def serve(line: Connection, reader: Reader, parent: int) -> None:
             line_error = _told(error)
             line_error.add_note("a batch is to be made of tensors, numbers, texts and the like")
             send(line, line_error, parent)
+
+
+def _listen(line: Connection, wanted: queue.SimpleQueue[Marks | None]) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            wanted.put(line.recv())
+    wanted.put(None)
 
 
 def _answer(reader: Reader, marks: Marks) -> Rows | BaseException:

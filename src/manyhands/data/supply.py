@@ -98,7 +98,7 @@ class Ahead(_Spare):
         hands: list[Hand] = []
         if workers.kind == "process":
             reader = Reader(source, seed, alone=True)
-            hands += [Child(reader, number) for number in range(workers.num)]
+            hands += [Child(reader, n, workers.prefetch) for n in range(workers.num)]
         else:
             reader = Reader(source, seed, alone=False)
             hands += [_Own(reader) for _ in range(workers.num)]
@@ -138,13 +138,21 @@ class Ahead(_Spare):
 class _Own:
     """A hand that reads in its thread."""
 
+    depth = 1
+
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        self._marks: Marks | None = None
 
     def begin(self) -> None:
         """Nothing to do."""
 
-    def read(self, marks: Marks) -> Rows:
+    def ask(self, marks: Marks) -> None:
+        self._marks = marks
+
+    def answer(self) -> Rows:
+        marks, self._marks = self._marks, None
+        assert marks is not None, "ask first"
         return self._reader.read(marks)
 
     def end(self) -> None:
