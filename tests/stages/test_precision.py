@@ -110,7 +110,7 @@ def test_steps_with_and_without_autocast_are_those_of_one_process(plan, recomput
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_many_steps_in_one_block(recompute):
-    """The weights that autocast has cast are not those of the step before, nor without a graph."""
+    """The weights that autocast has cast are not those of the step before."""
 
     def act(pipe):
         losses = []

@@ -32,7 +32,7 @@ def casting(device: torch.device, precision: str | None) -> AbstractContextManag
 
 
 def forget_casts(device: torch.device) -> None:
-    """Weights that autocast has cast and keeps: they were written to since, or have no graph."""
+    """Weights that autocast has cast and keeps to the end of its block: they change in a step."""
     if torch.is_autocast_enabled(device.type):
         torch.clear_autocast_cache()
 

@@ -12,7 +12,7 @@ from manyhands.core.errors import UsageError
 from manyhands.stages.buffers import preserved
 from manyhands.stages.chance import Drawn, forked, seed_of, set_seed
 from manyhands.stages.layers import Carried, Running
-from manyhands.stages.precision import casting, forget_casts, precision_of
+from manyhands.stages.precision import casting, precision_of
 from manyhands.stages.values import Table, carried_name
 from manyhands.stages.variables import Scope, scoped
 
@@ -103,7 +103,6 @@ class Runner:
 
         with torch.no_grad():
             outputs = self._run(inputs, table, seeds, finish)
-        forget_casts(device)  # those of weights: they have no graph
         return _Held(inputs, None, again), outputs
 
     def backward(
