@@ -158,6 +158,7 @@ def train(
     stop_at: int | None = None,
     device: str = "cpu",
     deadly: int | None = None,
+    deadly_from: int = 0,
     astray: list[int] | None = None,
     flush: bool = False,
     dies_opening: bool = False,
@@ -171,13 +172,15 @@ def train(
     In rounds that are `astray` its optimizer is off by the last bit of one number. `flush`: its
     arithmetic is another one, though not for numbers that come up here. `dies_opening`: see there.
     `show`: it says what its parameters are when a round begins, and when it has stepped.
+    `deadly`: the sample that kills, from a round on.
     """
     if dies_opening:
         die_opening()
     torch.set_flush_denormal(flush)
     teller = teller or Teller()
     model, optimizer, schedule = make(grain, device)
-    data = DataLoader(Points(deadly), BATCH, shuffle=True)
+    points = Points(None if deadly_from else deadly)
+    data = DataLoader(points, BATCH, shuffle=True)
     joined = mh.join(url, run=run, name=name, min_peers=min_peers, lease_s=lease_s, seed=SEED)
     with joined as hand:
         model, optimizer, loader, schedule = hand.wrap(
@@ -192,6 +195,8 @@ def train(
         for _ in range(epochs):
             for x, y in loader:
                 at = hand.round
+                if at + 1 >= deadly_from:
+                    points.deadly = deadly
                 if at == stop_at:
                     break  # as a loop does whose author has seen enough
                 if show:
