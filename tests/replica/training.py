@@ -175,6 +175,7 @@ def train(
     stop_at: int | None = None,
     device: str = "cpu",
     deadly: int | None = None,
+    deadly_from: int = 0,
     astray: list[int] | None = None,
     flush: bool = False,
     dies_opening: bool = False,
@@ -190,16 +191,18 @@ def train(
     In rounds that are `astray` its optimizer is off by the last bit of one number. `flush`: its
     arithmetic is another one, though not for numbers that come up here. `dies_opening`: see there.
     `show`: it says what its parameters are when a round begins, and when it has stepped. `bad`
-    samples are skipped, or what `reading`, the arguments of a Loader, says.
+    samples are skipped, or what `reading`, the arguments of a Loader, says. `deadly`: the sample
+    that kills, from a round on.
     """
     if dies_opening:
         die_opening()
     torch.set_flush_denormal(flush)
     teller = teller or Teller()
     model, optimizer, schedule = make(grain, device)
-    data: Any = DataLoader(Points(deadly), BATCH, shuffle=True)
+    points = Points(None if deadly_from else deadly, bad or ())
+    data: Any = DataLoader(points, BATCH, shuffle=True)
     if bad is not None:
-        data = Loader(Points(deadly, bad), BATCH, **{"bad": "skip", **(reading or {})})
+        data = Loader(points, BATCH, **{"bad": "skip", **(reading or {})})
     joined = mh.join(url, run=run, name=name, min_peers=min_peers, lease_s=lease_s, seed=SEED)
     with joined as hand:
         model, optimizer, loader, schedule = hand.wrap(
@@ -214,6 +217,8 @@ def train(
         for _ in range(epochs):
             for x, y in loader:
                 at = hand.round
+                if at + 1 >= deadly_from:
+                    points.deadly = deadly
                 if at == stop_at:
                     break  # as a loop does whose author has seen enough
                 if show:
