@@ -74,6 +74,7 @@ def run_together(programs, folder, **more):
         point = {"MANYHANDS_URL": hub.address.code(), "MANYHANDS_RUN": "first"}
         point |= more
         point["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch makes it for DDP
+        point["OMP_NUM_THREADS"] = "1"  # threads of several processes wait for each other's cores
         started = [
             subprocess.Popen(
                 [sys.executable, "-c", program],
