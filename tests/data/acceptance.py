@@ -17,7 +17,7 @@ from manyhands.data.images import ImageTree
 from manyhands.data.loader import Loader
 from manyhands.data.mixture import Mixture
 
-SEED, BATCH, EPOCHS, SIDE = 7, 10, 5, 8
+SEED, BATCH, EPOCHS, SIDE = 7, 10, 8, 8
 PNG, JPEG = 40, 23  # images, of which three are corrupt
 SIZE = PNG + JPEG
 CALENDAR = Calendar(SIZE, BATCH)
