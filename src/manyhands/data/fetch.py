@@ -24,7 +24,6 @@ from torch.utils.data import (
     default_collate,  # pyright: ignore[reportUnknownVariableType]
 )
 
-from manyhands.data.order import Order
 from manyhands.data.source import Source
 
 _BLOCK = 1 << 14  # positions whose places are computed at once: 128 cost a third as much
@@ -124,7 +123,7 @@ class Spots:
 
     def _compute(self, position: int) -> None:
         size, self._start = self._source.size, position - position % _BLOCK
-        order = Order(size, seed=self._seed, epoch=self._epoch, shuffle=self._source.shuffle)
+        order = self._source.order(self._seed, self._epoch)
         block = order.indices(self._start, min(size, self._start + _BLOCK))
         self._places = cast("list[int]", block.tolist())  # pyright: ignore[reportUnknownMemberType]
 

@@ -8,6 +8,7 @@ part of the format of checkpoints.
 from __future__ import annotations
 
 import hashlib
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +20,25 @@ _ROUNDS = 8
 _WORD = (1 << 32) - 1
 _FACTOR = 0x45D9F3B  # odd, and so small that no product of it with a word exceeds an int64
 
+_Numbers = TypeVar("_Numbers", int, Tensor)
+
+
+class Positions(Protocol):
+    """Which sample comes when in one epoch."""
+
+    def indices(self, start: int, stop: int) -> Tensor:
+        """The samples at positions [start, stop), as int64."""
+        ...
+
+
+@runtime_checkable
+class Ordered(Protocol):
+    """A table that has an order of its own, which no shuffling may change."""
+
+    def order_of_epoch(self, epoch: int) -> Positions:
+        """Of one epoch."""
+        ...
+
 
 class Order:
     """The order of one epoch over `size` samples; without `shuffle` it is theirs.
@@ -27,7 +47,7 @@ class Order:
     sent through it again until it does not. Memory and time for a position do not grow with `size`.
     """
 
-    def __init__(self, size: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:
+    def __init__(self, size: int, *, seed: int | str, epoch: int, shuffle: bool = True) -> None:
         if not 0 < size <= MAX_SIZE:
             raise UsageError(f"an order of {size} samples: 1 to {MAX_SIZE} are possible")
         self.size, self._shuffle = size, shuffle
@@ -55,7 +75,18 @@ class Order:
                 return values
             values[outside] = self._permute(values[outside])
 
-    def _permute(self, values: Tensor) -> Tensor:
+    def place(self, position: int) -> int:
+        """The sample at one position: the same as above, without a tensor, in a tenth of the time."""
+        if not 0 <= position < self.size:
+            raise UsageError(f"position {position} of an order of {self.size} samples")
+        if not self._shuffle or self.size == 1:
+            return position
+        value = self._permute(position)
+        while value >= self.size:
+            value = self._permute(value)
+        return value
+
+    def _permute(self, values: _Numbers) -> _Numbers:
         low = (1 << self._half) - 1
         left, right = values >> self._half, values & low
         for key in self._keys:
@@ -63,7 +94,7 @@ class Order:
         return (left << self._half) | right
 
 
-def _mix(words: Tensor) -> Tensor:
+def _mix(words: _Numbers) -> _Numbers:
     """Every bit of a 32-bit word depends on every bit of it."""
     for _ in range(2):
         words = ((words ^ (words >> 16)) * _FACTOR) & _WORD

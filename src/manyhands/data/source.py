@@ -18,6 +18,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.core.errors import UsageError
+from manyhands.data.order import Order, Ordered, Positions
 
 _REMEDY = "give a map-style Dataset (with __len__ and __getitem__), or a DataLoader over one"
 
@@ -54,6 +55,12 @@ class Source:
     def number(self, place: int) -> int:
         """The number in the data set of the sample at this place."""
         return place if self.chosen is None else int(self.chosen[place])
+
+    def order(self, seed: int, epoch: int) -> Positions:
+        """Which place comes when in an epoch. A table may have an order of its own."""
+        if self.chosen is None and isinstance(self.dataset, Ordered):
+            return self.dataset.order_of_epoch(epoch)
+        return Order(self.size, seed=seed, epoch=epoch, shuffle=self.shuffle)
 
     @classmethod
     def of(cls, data: Any, global_batch: int | None = None) -> Source:  # noqa: ANN401
@@ -132,6 +139,8 @@ def _check_dataset(dataset: Any) -> Any:  # noqa: ANN401
         raise UsageError(f"a {name} is no data set", hint=_REMEDY)
     try:
         size = len(dataset)
+    except UsageError:
+        raise  # it says why
     except TypeError:
         raise UsageError(f"{name} does not know its length", hint=_REMEDY) from None
     if size < 1:

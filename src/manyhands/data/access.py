@@ -1,0 +1,125 @@
+"""Access: an open file that is read at any place, from any thread, in forked processes too.
+
+None has a position that two could move at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import threading
+import weakref
+
+from typing import Any, NamedTuple, Protocol
+
+from manyhands.data.files import File
+
+_PIECE = 1 << 16  # bytes of the head, and of the tail, that a fingerprint looks at
+_BLOCK = 1 << 20  # bytes that are read ahead, from the beginning to the end
+
+
+class Fingerprint(NamedTuple):
+    """What tells whether a file is still the one that it was."""
+
+    size: int
+    mtime_ns: int  # 0 where nobody knows
+    ends: str  # digest of its first and its last bytes
+
+
+class Access(Protocol):
+    """One file. It is closed when nobody has it any more."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of what was opened."""
+        ...
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes [start, stop), or fewer if it ends before."""
+        ...
+
+
+def open_access(file: File) -> Access:
+    """By the system's own means if it is a file of this machine."""
+    opened = file.open("rb")
+    try:
+        number: int = opened.fileno()
+    except (AttributeError, io.UnsupportedOperation, OSError):
+        return SharedAccess(file, opened)
+    with opened:
+        return LocalAccess(os.dup(number))
+
+
+class LocalAccess:
+    """A file of this machine. It stays the one that was opened, whatever its name comes to mean."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        weakref.finalize(self, os.close, number)
+        it = os.fstat(number)
+        self.fingerprint = _fingerprint(self, it.st_size, it.st_mtime_ns)
+
+    def read(self, start: int, stop: int) -> bytes:
+        found = os.pread(self._number, stop - start, start)
+        while len(found) < stop - start:  # the system gives at most 2 GiB at a time
+            more = os.pread(self._number, stop - start - len(found), start + len(found))
+            if not more:
+                break
+            found += more
+        return found
+
+
+class SharedAccess:
+    """A file that has one position, which one thread moves at a time.
+
+    A forked process opens it anew: connections do not survive that, nor do locks that were held.
+    """
+
+    def __init__(self, file: File, opened: Any) -> None:  # noqa: ANN401
+        self._file = file
+        self._held = self._hold(opened)
+        self.fingerprint = _fingerprint(self, opened.seek(0, os.SEEK_END), 0)
+
+    def read(self, start: int, stop: int) -> bytes:
+        process, opened, lock = self._held
+        if process != os.getpid():
+            self._held = process, opened, lock = self._hold(self._file.open("rb"))
+        with lock:
+            opened.seek(start)
+            return opened.read(stop - start)
+
+    def _hold(self, opened: Any) -> tuple[int, Any, threading.Lock]:  # noqa: ANN401
+        weakref.finalize(self, opened.close)
+        return os.getpid(), opened, threading.Lock()
+
+
+def stream(access: Access) -> io.BufferedReader:
+    """All of it from the beginning: what it was when it was opened, not what came to its end since.
+
+    With a position of its own; one thread at a time.
+    """
+    return io.BufferedReader(_Stream(access), _BLOCK)
+
+
+class _Stream(io.RawIOBase):
+    def __init__(self, access: Access) -> None:
+        self._access, self._at = access, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer)
+        stop = min(self._at + len(view), self._access.fingerprint.size)
+        found = self._access.read(self._at, stop)
+        view[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def _fingerprint(access: LocalAccess | SharedAccess, size: int, mtime_ns: int) -> Fingerprint:
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(access.read(0, min(size, _PIECE)))
+    digest.update(access.read(max(0, size - _PIECE), size))
+    return Fingerprint(size, mtime_ns, digest.hexdigest())

@@ -1,0 +1,192 @@
+"""Records: a file of one sample after another, read by their numbers through an index beside it.
+
+A compressed file (.gz) has no places to go to: it can be read from its beginning only.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from manyhands.core.errors import UsageError
+from manyhands.data import index as indices
+from manyhands.data.files import as_file
+from manyhands.data.index import Found, Index
+from manyhands.data.access import Access, Fingerprint, open_access, stream
+from manyhands.data.table import BadSample, Sequential, named
+
+_BOM = b"\xef\xbb\xbf"
+_BLANK = b" \t\r\n"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+class Records:
+    """A table; subclasses say how a sample is found (`scan`) and what it is (`parse`).
+
+    Once opened, the file stays the one that it was: one that is put in its place, or grows, does
+    not mix with it. Pickled, a table takes its file's fingerprint with it: another process that
+    finds another file there raises UsageError.
+
+    `index` is where the index is to be: by default beside the file, or else in the user's cache.
+    """
+
+    kind: str
+    """Of the samples: what an index of others is no use for."""
+
+    def __init__(
+        self,
+        source: Any,  # noqa: ANN401
+        *,
+        transform: Callable[[Any], Any] | None,
+        index: str | os.PathLike[str] | None,
+    ) -> None:
+        self._file = as_file(source)
+        # Into the folders of a data set nothing is written, nor into those of a cache.
+        self._own = Path(source) if isinstance(source, str | os.PathLike) else None
+        self.place = self._file.place
+        """Where the file is, as messages say it."""
+        self.transform = transform
+        self._index_path = None if index is None else Path(index)
+        self._sequential = self._file.name.lower().endswith(".gz")
+        self._expected: Fingerprint | None = None
+        self._opening = threading.Lock()
+        self._held: _Opened | None = None
+        if not self._sequential:
+            self._expected = self._open().access.fingerprint
+
+    def scan(self, lines: Iterable[bytes]) -> Iterator[Found]:
+        """All samples of these lines, which begin with the file's first."""
+        raise NotImplementedError
+
+    def parse(self, text: bytes) -> Any:  # noqa: ANN401
+        """The sample. `text` may end in blank lines. Raises ValueError, saying what is wrong."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._open().index)
+
+    def __getitem__(self, index: int) -> Any:  # noqa: ANN401
+        opened = self._open()
+        sample = range(len(opened.index))[index]
+        start, stop = opened.index.span(sample)
+        text = opened.access.read(start, stop)
+        if len(text) < stop - start:
+            raise BadSample(self.where(sample), "the file has become shorter since it was opened")
+        return self._made(text, lambda: self.where(sample))
+
+    def where(self, index: int) -> str:
+        """The file and the line of a sample."""
+        opened = self._open()
+        return f"{self.place}:{opened.index.line(range(len(opened.index))[index])}"
+
+    def __iter__(self) -> Iterator[Any]:
+        """All samples in order. After a BadSample, the next one can still be asked for."""
+        return _Samples(self)
+
+    def lines(self) -> Iterator[bytes]:
+        """Of the file from its beginning. Raises UsageError if it cannot be unpacked."""
+        if self._sequential:
+            return _unpacked(self._file.open("rb"), self.place)
+        return iter(stream(self._open().access))
+
+    def _made(self, text: bytes, where: Callable[[], str]) -> Any:  # noqa: ANN401
+        try:
+            sample = self.parse(text)
+        except ValueError as error:
+            raise BadSample(where(), str(error)) from None
+        if self.transform is None:
+            return sample
+        with named(where):
+            return self.transform(sample)
+
+    def _open(self) -> _Opened:
+        if self._held is None:
+            if self._sequential:
+                raise Sequential(
+                    f"{self.place} is compressed: it can be read from its beginning only",
+                    hint=f"iterate over it, or unpack it first: gzip -dk {self.place}",
+                )
+            with self._opening:
+                if self._held is None:
+                    self._held = self._opened()
+        return self._held
+
+    def _opened(self) -> _Opened:
+        access = open_access(self._file)
+        state = access.fingerprint
+        if self._expected not in (None, state):
+            raise UsageError(
+                f"{self.place} has changed since this table was made",
+                hint="make the table anew, and leave its file alone while it is in use",
+            )
+        if self._index_path is None:
+            places = indices.places_for(self.place, beside=self._own)
+        else:
+            places = [self._index_path]
+        found = indices.find(places, self.kind, state)
+        if found is None:
+            found = indices.build(places, self.kind, state, lambda: self.scan(stream(access)))
+        return _Opened(access, found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_held", "_opening")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._opening, self._held = threading.Lock(), None
+
+
+class _Opened(NamedTuple):
+    access: Access
+    index: Index
+
+
+class _Samples:
+    """An iteration, which an error does not end."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._found = records.scan(records.lines())
+
+    def __iter__(self) -> _Samples:
+        return self
+
+    def __next__(self) -> Any:  # noqa: ANN401
+        _, line, text = next(self._found)
+        return self._records._made(text, lambda: f"{self._records.place}:{line}")
+
+
+def numbered(lines: Iterable[bytes], place: str) -> Iterator[Found]:
+    """All lines, each with its place and its number; a byte-order mark is no part of the first."""
+    start = 0
+    for number, line in enumerate(lines, start=1):
+        if number == 1:
+            if line.startswith(_UTF_16):
+                raise UsageError(
+                    f"{place} is UTF-16",
+                    hint=f"make it UTF-8: iconv -f UTF-16 -t UTF-8 {place} > FILE",
+                )
+            if line.startswith(_BOM):
+                start, line = len(_BOM), line[len(_BOM) :]  # noqa: PLW2901
+        yield start, number, line
+        start += len(line)
+
+
+def is_blank(line: bytes) -> bool:
+    """Nothing but what separates words and lines."""
+    return not line.strip(_BLANK)
+
+
+def _unpacked(opened: Any, place: str) -> Iterator[bytes]:  # noqa: ANN401
+    number = 0
+    with opened, gzip.GzipFile(fileobj=opened) as file:
+        try:
+            for number, line in enumerate(file, start=1):  # noqa: B007
+                yield line
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UsageError(f"{place} cannot be unpacked after line {number}: {error}") from error
