@@ -20,6 +20,7 @@ from tests.trainer import trainee
 PROGRAM = "tests.trainer.trainee"
 ROUNDS = -(-SIZE // BATCH)  # of an epoch
 TOLERANCE = 1e-9
+OWN = ("perf/", "data/")  # what a peer says of itself
 _runs = itertools.count()
 oracle = cache(trainee.oracle)
 
@@ -71,18 +72,25 @@ class Hands:
             mine = [said for said in hand.said if "row" in said]
             rounds = [said["row"] for said in mine]
             assert rounds == sorted(set(rounds)), hand.report()  # nobody logs a round twice
+            told = [n for n, said in enumerate(hand.said) if "params" in said]
+            assert len(told) == bool(mine), hand.report()  # once, before the first row
+            assert told <= [n for n, said in enumerate(hand.said) if "row" in said]
             for said in mine:
-                before = logged.setdefault(said["row"], said["values"])
-                assert said["values"] == pytest.approx(before, abs=TOLERANCE)
+                values = said["values"]
+                assert values.keys() >= {"train/loss", "train/right", "lr", "data/wait_s"}
+                same = {n: v for n, v in values.items() if not n.startswith(OWN)}
+                before = logged.setdefault(said["row"], same)
+                assert same == pytest.approx(before, abs=TOLERANCE)
         assert sorted(logged) == list(range(epochs * ROUNDS))
         for round_, values in logged.items():
             epoch, at = divmod(round_, ROUNDS)
             assert values["epoch"] == epoch
-            assert values["loss"] == pytest.approx(losses[round_], abs=TOLERANCE)
-            assert ("eval loss" in values) == (at == ROUNDS - 1)
+            assert values["train/loss"] == pytest.approx(losses[round_], abs=TOLERANCE)
+            assert ("val/loss" in values) == (at == ROUNDS - 1)
             if at == ROUNDS - 1:
-                assert values["eval loss"] == pytest.approx(rows[epoch]["eval loss"], abs=TOLERANCE)
-                assert values["epoch loss"] == pytest.approx(rows[epoch]["loss"], abs=TOLERANCE)
+                assert values["val/loss"] == pytest.approx(rows[epoch]["val/loss"], abs=TOLERANCE)
+                whole = values["train/epoch_loss"]
+                assert whole == pytest.approx(rows[epoch]["train/loss"], abs=TOLERANCE)
 
     def __enter__(self) -> Hands:
         return self
@@ -103,7 +111,7 @@ def logs(hand: PeerProcess) -> bool:
 
 
 def rounds_in(file: Path) -> list[int]:
-    return [json.loads(line)["round"] for line in file.read_text().splitlines()]
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
 
 
 def first_to(hands: list[PeerProcess], what: str) -> PeerProcess:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import manyhands as mh
 from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerState
+from manyhands.observe import Desk
 from manyhands.trainer import trainer as module
 from tests.replica.loops import (
     BATCH,
@@ -42,13 +43,16 @@ HELD_OUT.x, HELD_OUT.y = HELD_OUT.x[SIZE:], HELD_OUT.y[SIZE:]
 
 class Quiet:
     def __init__(self):
-        self.rows, self.closed = [], 0
+        self.rows, self.params, self.ends = [], [], []
 
-    def log(self, round, values):
-        self.rows.append((round, dict(values)))
+    def log_metrics(self, metrics, step):
+        self.rows.append((step, dict(metrics)))
 
-    def close(self):
-        self.closed += 1
+    def log_hyperparams(self, params):
+        self.params.append((len(self.rows), dict(params)))
+
+    def finalize(self, status):
+        self.ends.append(status)
 
 
 @pytest.fixture(params=[1, 3])
@@ -107,7 +111,7 @@ def let_come(run, number):
             )
 
 
-def plain(scheduler=None, each_round=False, watch="eval loss", epochs=EPOCHS):
+def plain(scheduler=None, each_round=False, watch="val/loss", epochs=EPOCHS):
     """The same without anything of ours, but for the order of the samples."""
     model, optimizer = kit()
     schedule = scheduler(optimizer) if scheduler else None
@@ -125,7 +129,7 @@ def plain(scheduler=None, each_round=False, watch="eval loss", epochs=EPOCHS):
                 schedule.step()
         with torch.no_grad():
             found = float(criterion(model(HELD_OUT.x), HELD_OUT.y))
-        rows.append({"loss": total / SIZE, "eval loss": found})
+        rows.append({"train/loss": total / SIZE, "val/loss": found})
         if schedule is not None and not each_round:
             schedule.step(rows[-1][watch])
     return rows, model, optimizer
@@ -165,9 +169,9 @@ def test_a_loss_and_an_evaluation(number):
     history = results[0][1]
     assert history.rounds == EPOCHS * ROUNDS
     assert not history.stopped
-    assert history["eval loss"] == [row["eval loss"] for row in history.epochs]
+    assert history["val/loss"] == [row["val/loss"] for row in history.epochs]
     loggers = [trainer.loggers[0] for trainer, _ in results]
-    assert [logger.closed for logger in loggers] == [1] * number
+    assert [logger.ends for logger in loggers] == [["success"]] * number
     (used,) = [logger for logger in loggers if logger.rows]
     assert [round_ for round_, _ in used.rows] == list(range(EPOCHS * ROUNDS))
 
@@ -175,7 +179,7 @@ def test_a_loss_and_an_evaluation(number):
 def test_without_an_evaluation(number):
     results = fit(maker(), number, evaluation=None)
     check(results, plain())
-    assert results[0][1]["eval loss"] == []
+    assert results[0][1]["val/loss"] == []
 
 
 def test_a_plateau_of_what_is_evaluated(number):
@@ -191,7 +195,8 @@ def test_a_plateau_of_what_is_watched(number):
     def plateau(optimizer):
         return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
 
-    check(fit(maker(plateau, watch="loss"), number), plain(plateau, watch="loss"))
+    watch = "train/loss"
+    check(fit(maker(plateau, watch=watch), number), plain(plateau, watch=watch))
 
 
 def test_a_schedule_of_rounds(number):
@@ -218,13 +223,13 @@ def test_several_optimizers():
 @pytest.mark.parametrize(("mode", "epochs"), [("max", 3), ("min", EPOCHS)])
 def test_patience(number, mode, epochs):
     """The loss falls: nothing improves if it shall rise."""
-    results = fit(maker(watch="loss", mode=mode, patience=2), number)
+    results = fit(maker(watch="train/loss", mode=mode, patience=2), number)
     check(results, plain(epochs=epochs))
     assert [history.stopped for _, history in results] == [mode == "max"] * number
 
 
 def test_a_resumed_run_that_had_stopped_stays_so(tmp_path):
-    make = maker(watch="loss", mode="max", patience=1)
+    make = maker(watch="train/loss", mode="max", patience=1)
     ((_, before),) = fit(make, checkpoints=tmp_path)
     ((trainer, after),) = fit(make, checkpoints=tmp_path, resume=True)
     assert before.stopped
@@ -236,7 +241,7 @@ def test_what_is_no_number_is_no_improvement():
     def evaluate(model):
         return {"score": float("nan")}
 
-    ((_, history),) = fit(maker(evaluate=evaluate, watch="eval score", patience=2), evaluation=None)
+    ((_, history),) = fit(maker(evaluate=evaluate, watch="val/score", patience=2), evaluation=None)
     assert history.stopped
     assert len(history.epochs) == 2
 
@@ -278,8 +283,8 @@ def test_a_step_of_any_batch():
     with mh.join(seed=SEED) as run:
         history = trainer.fit(loader(Points()), loader(HELD_OUT), run=run)
     check([(trainer, history)], plain())
-    assert history["twice"] == pytest.approx([2 * loss for loss in history["loss"]])
-    assert history["eval twice"] == pytest.approx([2 * loss for loss in history["eval loss"]])
+    assert history["train/twice"] == pytest.approx([2 * loss for loss in history["train/loss"]])
+    assert history["val/twice"] == pytest.approx([2 * loss for loss in history["val/loss"]])
     assert kinds == {(Pair, True), (Pair, False)}
 
 
@@ -290,8 +295,8 @@ def test_alone_without_a_run_and_a_line_for_every_epoch(monkeypatch):
     history = mh.Trainer(model, optimizer, loss=criterion, epochs=2).fit(data(), held_out())
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[-1].startswith(f"round {2 * ROUNDS - 1}  epoch 1  loss ")
-    assert lines[-1].endswith(f"eval loss {history['eval loss'][-1]:.4g}")
+    assert lines[-1].startswith(f"step {2 * ROUNDS - 1}  epoch 1  train/loss ")
+    assert lines[-1].endswith(f"val/loss {history['val/loss'][-1]:.4g}")
 
 
 def test_layers_keep_their_mode():
@@ -360,9 +365,9 @@ def test_two_ways_to_evaluate():
 
 
 def test_a_name_that_nothing_has():
-    with pytest.raises(UsageError, match="'eval accuracy'") as caught:
-        fit(maker(watch="eval accuracy", patience=1))
-    assert "'eval loss'" in str(caught.value)
+    with pytest.raises(UsageError, match="'val/accuracy'") as caught:
+        fit(maker(watch="val/accuracy", patience=1))
+    assert "'val/loss'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -373,16 +378,68 @@ def test_a_step_without_a_loss(said, words):
         fit(maker(loss=None, step=lambda model, batch: said))
 
 
-def test_a_logger_that_fails_ends_this_peer_with_its_error(tmp_path):
+# -- loggers ------------------------------------------------------------------------------------
+
+
+def test_what_a_row_has():
+    ((trainer, history),) = fit(maker(hyperparams={"note": "mine"}))
+    logger = trainer.loggers[0]
+    assert logger.ends == ["success"]
+    first, *_, last = [row for _, row in logger.rows]
+    assert set(first) == {"epoch", "train/loss", "lr", "data/wait_s"}
+    rest = {"perf/samples_per_s", "train/epoch_loss", "val/loss"}
+    assert set(last) == set(first) | rest
+    assert last["train/epoch_loss"] == history["train/loss"][-1]
+    assert all(row["data/wait_s"] >= 0.0 for _, row in logger.rows)
+    assert all(row["perf/samples_per_s"] > 0.0 for _, row in logger.rows[1:])
+    ((before, params),) = logger.params
+    assert before == 0
+    known = {"model": "Sequential", "optimizer": "AdamW", "lr": 0.05, "epochs": EPOCHS}
+    known |= {"batch": BATCH, "samples": SIZE, "peers": 1, "shares": "equal", "note": "mine"}
+    assert known.items() <= params.items()
+
+
+def test_a_logger_that_fails_is_counted_and_training_goes_on(caplog):
     class Full(Quiet):
-        def log(self, round, values):
+        def log_metrics(self, metrics, step):
+            super().log_metrics(metrics, step)
             raise OSError("no space left")
 
-    model, optimizer = kit()
-    dataset = TensorDataset(HELD_OUT.x, HELD_OUT.y)
-    full = Full()
-    with pytest.raises(OSError, match="no space left"):
-        mh.Trainer(model, optimizer, loss=criterion, epochs=1, loggers=[full]).fit(
-            DataLoader(dataset, 4)
-        )
-    assert full.closed == 1
+    full, quiet = Full(), Quiet()
+    check(fit(maker(loggers=(desk := Desk([full, quiet])))), plain())
+    assert [step for step, _ in quiet.rows] == list(range(EPOCHS * ROUNDS))
+    assert len(full.rows) == desk.counts[0].failed == EPOCHS * ROUNDS
+    assert full.ends == quiet.ends == ["success"]
+    assert sum("no space left" in message for message in caplog.messages) == 1
+
+
+def test_a_logger_that_hangs_holds_no_round_up(caplog):
+    go = threading.Event()
+
+    class Hung(Quiet):
+        def log_metrics(self, metrics, step):
+            assert go.wait(60)
+
+    desk = Desk([Hung(), quiet := Quiet()], end_s=0.05)
+    check(fit(maker(loggers=desk)), plain())  # it would not come to its end
+    assert desk.counts[0].dropped == EPOCHS * ROUNDS - 1
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name == "Hung":
+            thread.join(60)
+    assert [step for step, _ in quiet.rows] == list(range(EPOCHS * ROUNDS))
+
+
+def test_a_training_that_fails_says_so(monkeypatch):
+    def step(model, batch):
+        raise ZeroDivisionError
+
+    made = maker(loss=None, step=step, loggers=[quiet := Quiet()])
+    with pytest.raises(ZeroDivisionError):
+        fit(made)
+    assert quiet.ends == ["failed"]
+
+
+def test_what_is_no_logger():
+    with pytest.raises(UsageError, match="a int is no logger"):
+        fit(maker(loggers=[3]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from manyhands.checkpoint.store import Store
@@ -25,7 +27,10 @@ def test_any_number_of_peers(zygote, url, number, tmp_path):
         for after in range(ROUNDS, hands.epochs * ROUNDS + 1, ROUNDS):
             assert evaluated(hands.all, after) == list(range(HELD_OUT))
         assert sum(logs(hand) for hand in hands.all) == 1
-        (file,) = tmp_path.iterdir()  # nobody else has written
+        (file,) = tmp_path.glob("*.jsonl")  # nobody else has written
+        beside = file.with_name(f"{file.stem}.hyperparams.json")
+        assert sorted(tmp_path.iterdir()) == sorted([file, beside])
+        assert json.loads(beside.read_text())["epochs"] == hands.epochs
         assert rounds_in(file) == list(range(hands.epochs * ROUNDS))
 
 
@@ -66,14 +71,23 @@ def kill_and_go_on(hands, victim):
 
 @pytest.mark.parametrize("round_", [2, ROUNDS - 1])
 def test_the_leader_is_killed_before_it_logs(zygote, hub_url, round_):
-    """The next one does: also the last round of an epoch, after its evaluation."""
+    """The next one does: also the last round of an epoch, after its evaluation.
+
+    Its logger hangs at that row, and training goes on without it.
+    """
+    hangs = {"what": "log", "round": round_, "then": "wait"}
+    waits = {"what": "forward", "round": round_ + 2, "then": "wait"}
     with Hands(zygote, hub_url) as hands:
-        for _ in range(3):
-            hands.join({"what": "log", "round": round_, "then": "wait"}, min_peers=3)
-        leader = first_to(hands.all, "log")
-        kill_and_go_on(hands, leader)
+        for points in ([hangs, waits], [], []):
+            hands.join(*points, min_peers=3).until(lambda said: "dialed" in said)
+        leader = hands.all[0]
+        leader.until(lambda said: said.get("at") == "log")
+        leader.until(lambda said: said.get("at") == "forward")
+        leader.kill()
         hands.finish(leader)
         assert sum(logs(hand) for hand in hands.all) == 2
+        rows = {said["row"] for said in leader.said if "row" in said}
+        assert rows == set(range(round_))
 
 
 def test_on_one_peer(zygote, hub_url):
@@ -134,11 +148,11 @@ def test_an_epoch_is_saved_with_its_evaluation(zygote, hub_url, tmp_path):
 def test_all_stop_early_at_the_same_epoch(zygote, hub_url):
     """Also if one is killed on the way."""
     rows = oracle(12, None)[1]
-    watch = {"watch": "eval right", "mode": "min", "patience": 2}
+    watch = {"watch": "val/right", "mode": "min", "patience": 2}
     best = stop = None
     for epoch, row in enumerate(rows):
-        if best is None or row["eval right"] < best[1]:
-            best = epoch, row["eval right"]
+        if best is None or row["val/right"] < best[1]:
+            best = epoch, row["val/right"]
         if epoch - best[0] >= 2:
             stop = epoch + 1
             break

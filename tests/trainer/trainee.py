@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 import manyhands as mh
-from manyhands.observe.loggers import JsonLines
+from manyhands.observe import EventLog, JsonLines
 from tests.replica import training
 from tests.replica.training import BATCH, GRAIN, SEED, Points, criterion, make, shadow
 
@@ -43,12 +43,15 @@ class Rows:
     def __init__(self, teller) -> None:
         self._teller = teller
 
-    def log(self, round, values) -> None:
-        self._teller.pass_by("log", round)
-        self._teller.say({"row": round, "values": dict(values)})
+    def log_metrics(self, metrics, step) -> None:
+        self._teller.pass_by("log", step)
+        self._teller.say({"row": step, "values": dict(metrics)})
 
-    def close(self) -> None:
-        self._teller.say({"rows": "closed"})
+    def log_hyperparams(self, params) -> None:
+        self._teller.say({"params": dict(params)})
+
+    def finalize(self, status) -> None:
+        self._teller.say({"rows": status})
 
 
 def train(
@@ -64,10 +67,16 @@ def train(
     pace_s: float = 0.0,
     one_peer: bool = False,
     log: str | None = None,
+    events: str | None = None,
+    tells: bool = False,
     trainer: dict | None = None,
     **options: Any,
 ) -> None:
     model, optimizer, schedule = make(grain)
+    told: set[int] = set()
+    loggers: list[Any] = [Rows(teller)]
+    loggers += [JsonLines(log)] if log else []
+    loggers += [EventLog(events)] if events else []
     with mh.join(url, run=run, name=name, min_peers=min_peers, lease_s=lease_s, seed=SEED) as hand:
 
         def step(model, batch):
@@ -76,6 +85,10 @@ def train(
                 teller.say({"evaluated": numbers.tolist(), "after": hand.round})
                 teller.pass_by("evaluate", hand.round)
                 return values(model, x, y)
+            if tells and hand.round not in told:
+                told.add(hand.round)  # a round may take several passes
+                teller.say({"told": f"{name} in round {hand.round}"})
+                hand.tell("test", f"{name} in round {hand.round}")
             teller.pass_by("forward", hand.round)
             time.sleep(pace_s)
             return values(model, *batch)
@@ -94,7 +107,7 @@ def train(
             evaluate=evaluate if one_peer else None,
             scheduler=schedule,
             clip=1.0,
-            loggers=[Rows(teller), *([JsonLines(log)] if log else [])],
+            loggers=loggers,
             **(trainer or {}),
         )
         test = None if one_peer else DataLoader(HeldOut(), 6)
@@ -127,9 +140,9 @@ def oracle(epochs: int, grain: int | None = GRAIN):
         of_epoch = zip(losses[-rounds:], sizes, strict=True)
         rows.append(
             {
-                "loss": sum(loss * size for loss, size in of_epoch) / training.SIZE,
-                "eval loss": float(found["loss"].detach()),
-                "eval right": float(found["right"]),
+                "train/loss": sum(loss * size for loss, size in of_epoch) / training.SIZE,
+                "val/loss": float(found["loss"].detach()),
+                "val/right": float(found["right"]),
             }
         )
     return losses, rows, model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -86,6 +87,8 @@ class Loader:
         """Called when an iteration has no more."""
         self.epoch = -1
         """The one that is iterated over."""
+        self.wait_s = 0.0
+        """How long the loop has waited for its batches, since the beginning."""
         # What loops ask a DataLoader for, to say how far they are.
         self.dataset, self.batch_size = dataset, agenda.calendar.batch
 
@@ -101,9 +104,15 @@ class Loader:
                     f"after round {turn.round - 1} comes an evaluation, and the loop trains on",
                     hint="iterate over run.evaluation after every epoch",
                 )
-            batch = self._fetcher.fetch(self._units.request(turn))
+            batch = self._fetch(turn)
             self._replica.begin(turn)
             yield batch
+
+    def _fetch(self, turn: Turn) -> Any:  # noqa: ANN401
+        begun_s = time.monotonic()
+        batch = self._fetcher.fetch(self._units.request(turn))
+        self.wait_s += time.monotonic() - begun_s
+        return batch
 
     def evaluate(self, fetcher: Fetches) -> Iterator[Any]:
         """This peer's share of the evaluation after the epoch; nothing if that is behind the run.

@@ -29,8 +29,9 @@ class RoundClosed:
     """A round is done, and p.grad is its mean. For `Run.on_round`."""
 
     round: int
+    samples: int
     weight: float
-    """Of all its samples."""
+    """Of all its samples: their number, if `Run.weight` says nothing else."""
     shares: Mapping[PeerId, Ranges]
     """Who computed what of it: samples, or grains, counted from its first."""
     means: Mapping[str, float]

@@ -31,9 +31,8 @@ from manyhands.core.errors import AddressError, NoMeetingPoint, SettingsError, U
 from manyhands.core.peers import PeerId
 from manyhands.core.settings import find_meeting_point
 from manyhands.data.source import Source
-from manyhands.replica.conductor import Event
-from manyhands.replica.deviation import Deviated
-from manyhands.replica.keeper import NotSaved, Saved
+from manyhands.observe.events import Happening
+from manyhands.replica.journal import Own
 from manyhands.replica.loader import Evaluation
 from manyhands.replica.options import Options, Place, RoundClosed
 from manyhands.replica.session import Session
@@ -206,9 +205,31 @@ class Run:
         return self.roster[:1] == (self._at_work.me,)
 
     @property
-    def events(self) -> Sequence[Event | Saved | NotSaved | Deviated]:
-        """What has happened to the run, newest last."""
+    def events(self) -> Sequence[Own]:
+        """What this peer has seen happen, newest last."""
         return tuple(self._at_work.events)
+
+    def tell(self, what: str, text: str = "") -> None:
+        """An event of this peer's, for the log of the run: it reaches all peers with a round.
+
+        `what` it is, in a word or two; a text of 240 bytes at most. From any thread.
+        """
+        self._at_work.scalars.news.tell(what, text)
+
+    def happened(self) -> list[Happening]:
+        """What has happened to the run since this was last called: to any of its peers.
+
+        Who has joined and left, what was refused, what peers have told: see `tell`. Called in every
+        round it is the same at all peers, in the same order.
+        """
+        conductor = self._at_work.conductor
+        record = conductor.base.record
+        members = () if record is None else record.members
+        return self._at_work.events.take(self.round, members, conductor.rounds.name_of)
+
+    def waiting(self) -> list[Happening]:
+        """What this peer has told, and no round has brought back yet."""
+        return self._at_work.events.waiting()
 
     def on_round(self, listener: Callable[[RoundClosed], None]) -> None:
         """Call it in this thread whenever a round is closed, before `backward()` returns."""

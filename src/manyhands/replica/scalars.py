@@ -15,9 +15,10 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from manyhands.collectives.messages import Part, SelfReport
+from manyhands.collectives.messages import NOTES_BYTES, Part, SelfReport
 from manyhands.core.errors import Malformed, UsageError
 from manyhands.replica.deviation import Compared, compare
+from manyhands.replica.news import Bulletin, News, gather
 
 _NAME_CHARS = 64
 _MOST = 64  # scalars of a round: their lines fit into a message
@@ -51,21 +52,23 @@ class Line(NamedTuple):
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The scalars of one peer's report."""
+    """The scalars of one peer's report, and its news."""
 
     lines: tuple[Line, ...]
     words: dict[_Name, float]
+    news: Bulletin | None = None
 
 
 class Notes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the reports of all members come to: which tensors anybody used, the scalars, and who
-    has not the bits that it should have.
+    """What the reports of all members come to: which tensors anybody used, the scalars, who has
+    not the bits that it should have, and what peers tell.
     """
 
     used: bytes
     lines: tuple[Line, ...]
     words: dict[_Name, float]
     compared: Compared
+    news: tuple[Bulletin, ...] = ()
 
 
 _SAID = msgspec.msgpack.Decoder(Said)
@@ -91,6 +94,7 @@ class Scalars:
         self.agreed: dict[str, tuple[int, float]] = {}  # the same of words
         self.latest: dict[str, float] = {}  # the means of the last round, or evaluation
         self.compared = Compared()  # of the newest round
+        self.news = News()
 
     # -- what is said ---------------------------------------------------------------------------
 
@@ -145,10 +149,11 @@ class Scalars:
             words = self._reported = dict(self._words)
             self._reported_in = round_
             if round_ != self._round:
-                return msgspec.structs.replace(report, scalars=_ENCODE(Said((), words)))
+                said = _fitting(Said((), words, self.news.report()))
+                return msgspec.structs.replace(report, scalars=said)
             lines = [Line(n, False, *t) for n, t in self._now.items()]
             lines += [Line(n, True, *t) for n, t in self._late.items()]
-            said = _ENCODE(Said(tuple(lines), words))
+            said = _fitting(Said(tuple(lines), words, self.news.report()))
             return msgspec.structs.replace(report, used=_pack(self._used), scalars=said)
 
     def note(self, parts: Sequence[Part]) -> bytes:
@@ -156,6 +161,7 @@ class Scalars:
         used = 0
         totals: defaultdict[Key, Total] = defaultdict(Total)
         words: dict[str, float] = {}
+        news: list[Bulletin] = []
         for part in parts:
             if part.report is None:
                 continue
@@ -168,13 +174,14 @@ class Scalars:
             except msgspec.DecodeError:
                 continue  # no number of a peer's that speaks another language
             words = {**said.words, **words}
+            news += [] if said.news is None else [said.news]
             for line in (line for line in said.lines if counts or line.late):
                 key = Key(line.name, line.late)
                 totals[key] = totals[key].plus(Total(line.sum, line.weight))
         lines = tuple(Line(*key, *total) for key, total in totals.items())
         compared = compare([part.report.fingerprint for part in parts if part.report is not None])
         bits = used.to_bytes(-(-used.bit_length() // 8), "little")
-        return _ENCODE(Notes(bits, lines, words, compared))
+        return _fitting(Notes(bits, lines, words, compared, gather(news)))
 
     # -- what has come of it --------------------------------------------------------------------
 
@@ -186,7 +193,9 @@ class Scalars:
         with self._lock:
             if self._round == round_ - 1:
                 self._round, self._used, self._now = round_, [], {}
-        self.compared = _decode(round_, notes).compared
+        found = _decode(round_, notes)
+        self.compared = found.compared
+        self.news.hear(found.news)
 
     def committed(self, round_: int, notes: bytes, num_tensors: int) -> list[bool]:
         """Take in the means; returns which tensors anybody used. Raises Malformed."""
@@ -201,6 +210,7 @@ class Scalars:
             return [True] * num_tensors
         found = _decode(round_, notes)
         self.compared = found.compared
+        self.news.hear(found.news)
         for name, late, total, weight in found.lines:
             mean = total / weight if weight else math.nan
             self.known[name] = (round_ - 1 if late else round_, mean)
@@ -210,6 +220,15 @@ class Scalars:
             self.agreed[name] = (round_, word)
         used = int.from_bytes(found.used, "little")
         return [bool(used >> i & 1) for i in range(num_tensors)]
+
+
+def _fitting(said: Said | Notes) -> bytes:
+    """As bytes. News that find no room wait for another round."""
+    data = _ENCODE(said)
+    if len(data) <= NOTES_BYTES:
+        return data
+    empty = None if isinstance(said, Said) else ()
+    return _ENCODE(msgspec.structs.replace(said, news=empty))
 
 
 def _decode(round_: int, notes: bytes) -> Notes:

@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,11 +42,12 @@ from manyhands.replica.description import (
     differences,
     digest_of,
 )
-from manyhands.replica.deviation import Deviated, Watch, classes_of
+from manyhands.replica.deviation import Watch, classes_of
 from manyhands.replica.fingerprint import Tensors
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, Named, parameters_of
-from manyhands.replica.keeper import Keeper, NotSaved, Saved
+from manyhands.replica.journal import Journal
+from manyhands.replica.keeper import Keeper
 from manyhands.replica.layers import warn_of_chance
 from manyhands.replica.loader import Evaluation, Loader, Units, fetcher_for
 from manyhands.replica.openings import Openings
@@ -64,7 +64,6 @@ _BEATS = 10  # of a lease
 _GRACES = 20  # of a lease: all wait that long for one that was killed, and coming back is cheap
 _STATE_FACTOR, _STATE_SLACK = 16, 64 << 20  # a state is at most so many times its parameters
 _WATCHED = 4  # results that a newcomer may be behind
-_EVENTS = 1000  # that are kept
 _TICK_S = 1.0  # how often a wait looks whether it shall end
 _REMIND_S = 10.0  # how often a peer that waits for others says so
 _FATAL = (StopReason.REFUSED, StopReason.DEADLY)
@@ -120,7 +119,7 @@ class Session:
         self.scalars = Scalars()
         self._watch = Watch(Tensors(inner, optimizers), self._count, options.resync_every)
         self._device = parameters[0].tensor.device
-        self.events: deque[Event | Saved | NotSaved | Deviated] = deque(maxlen=_EVENTS)
+        self.events = Journal(self.scalars.news)
         buffers = [Named(n, b) for n, b in inner.named_buffers()]
         self.description = describe(
             parameters, buffers, optimizers, source, _agreed(place, options, source, things)
@@ -283,6 +282,7 @@ class Session:
         shares = ((name_of(s.peer), s.ranges) for s in committed.sums[0].contributions)
         closed = RoundClosed(
             round=number,
+            samples=self._calendar.num_samples(number),
             weight=committed.weight * self._calendar.num_samples(number),
             shares={peer: ranges for peer, ranges in shares if peer is not None},
             means=dict(self.scalars.latest),
@@ -365,6 +365,7 @@ class Session:
         mail = Mail()
         me = new_peer(self._place.name)
         self._link = dial(self._place.address, me, self._settings, mail)
+        self.scalars.news.peer = str(me)
         rounds = Rounds(
             self._link,
             self._gradients.like,

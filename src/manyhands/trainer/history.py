@@ -16,7 +16,7 @@ class History:
     """The result of a training; the same at all peers, to the bit."""
 
     epochs: tuple[Mapping[str, float], ...]
-    """For each, the means over its samples ("loss"), and those of its evaluation ("eval loss")."""
+    """For each, the means over its samples ("train/loss"), and its evaluation's ("val/loss")."""
     rounds: int
     stopped: bool
     """Whether it has ended early: what was watched had not improved for too long."""
@@ -66,8 +66,8 @@ class Diary:
 
     def end_epoch(self, evaluated: Mapping[str, float]) -> dict[str, float]:
         """Returns what the epoch has come to."""
-        epoch = {name: total / weight for name, (total, weight) in self._sums.items()}
-        epoch |= {f"eval {name}": value for name, value in evaluated.items()}
+        epoch = {f"train/{name}": total / weight for name, (total, weight) in self._sums.items()}
+        epoch |= {f"val/{name}": value for name, value in evaluated.items()}
         self._sums = {}
         self.epochs.append(epoch)
         self._text = json.dumps(self.epochs)

@@ -1,55 +1,105 @@
-"""Scribe: gives the rows of rounds to the loggers, at the leader of the run alone.
+"""Scribe: gives rounds to the loggers, their rows and what has happened, at the leader alone.
 
-Every peer keeps the rows that it does not know to be logged. With `run.agree` the first of the
-roster, that is the leader, says how far it is; when it goes, its successor logs what was left.
+Every peer keeps the pages that it does not know to be logged. With `run.agree` the first of the
+roster, that is the leader, says how far its loggers are; when it goes, its successor logs what was
+left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from manyhands.observe.loggers import Logger
+from manyhands.observe.desk import MOST, Desk
+from manyhands.observe.events import Happening
 from manyhands.replica.run import Run
+
+log = logging.getLogger(__name__)
 
 _WORD = "logged"
 
 
-class Scribe:
-    """Used by the user's thread."""
+@dataclass(slots=True)
+class _Page:
+    """Of a round; of the last one there may be events after it, and no row."""
 
-    def __init__(self, run: Run, loggers: Sequence[Logger]) -> None:
-        self._run, self._loggers = run, loggers
-        self._rows: dict[int, dict[str, float]] = {}  # by round
+    events: list[Happening] = field(default_factory=list[Happening])
+    row: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class Scribe:
+    """Used by the user's thread. No method but `close` waits for a logger."""
+
+    def __init__(self, run: Run, loggers: Sequence[object] | Desk) -> None:
+        self._run = run
+        self._desk = loggers if isinstance(loggers, Desk) else Desk(loggers)
+        self.params: Mapping[str, object] = {}
+        """What a logger is told before its first row."""
+        self._pages: dict[int, _Page] = {}  # by round
+        self._given: int | None = None  # the last one that this peer's own loggers have got
         self._logged = -1  # the last round that is, as far as this peer knows
 
     def note(self, round: int, row: dict[str, float], *, whole: bool) -> None:
         """The row of a round. If it is not `whole`, `add` brings the rest."""
-        self._rows[round] = row
+        self._page(round).row.update(row)
         self._log(round + 1 if whole else round)
 
     def add(self, round: int, rest: dict[str, float]) -> None:
         """The rest of a row."""
-        self._rows.setdefault(round, {}).update(rest)
-        self._log(round + 1)
+        self.note(round, rest, whole=True)
 
-    def close(self) -> None:
-        """What is left is logged, if this peer leads; then close the loggers."""
+    def close(self, status: str) -> None:
+        """What is left is logged, if this peer leads; then finalize the loggers."""
         try:
-            self._log(max(self._rows, default=-1) + 1)
+            self._hear()
+            if left := self._run.waiting():
+                self._end_with(left)
+            self._log(max(self._pages, default=-1) + 1)
         finally:
-            for logger in self._loggers:
-                logger.close()
+            self._desk.finalize(status)
+
+    def _end_with(self, left: Sequence[Happening]) -> None:
+        """No round comes any more that could bring these to the others."""
+        if self._run.is_leader:
+            self._page(self._run.round).events.extend(left)
+            return
+        for event in left:
+            log.warning("not in the log of the run, since it came last: %s %s", *_words(event))
+
+    def _page(self, round: int) -> _Page:
+        return self._pages.setdefault(round, _Page())
+
+    def _hear(self) -> None:
+        for event in self._run.happened():
+            self._page(event.step).events.append(event)
 
     def _log(self, stop: int) -> None:
-        """Rows of rounds before `stop`."""
+        """Pages of rounds before `stop`."""
+        self._hear()
         heard = float(self._run.agree(self._logged, _WORD))
         if heard > self._logged:  # it may be no number yet
             self._logged = int(heard)
-        self._rows = {at: row for at, row in self._rows.items() if at > self._logged}
+        # Not without end: a leader whose logger hangs would have all of them kept.
+        kept = sorted(at for at in self._pages if at > self._logged)[-MOST:]
+        self._pages = {at: self._pages[at] for at in kept}
         if not self._run.is_leader:
             return
-        for at in sorted(at for at in self._rows if at < stop):
-            for logger in self._loggers:
-                logger.log(at, self._rows[at])
-            self._logged = at
+        for at in kept:
+            if at < stop and (self._given is None or at > self._given):
+                self._give(at, self._pages[at])
+        self._logged = max(self._logged, self._desk.settled)
         self._run.agree(self._logged, _WORD)
+
+    def _give(self, at: int, page: _Page) -> None:
+        if self._given is None:
+            self._desk.log_hyperparams(self.params)
+        for event in page.events:
+            self._desk.log_event(event)
+        if page.row:
+            self._desk.log_metrics(page.row, at)
+        self._given = at
+
+
+def _words(event: Happening) -> tuple[str, str]:
+    return event.what, event.text

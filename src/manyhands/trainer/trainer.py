@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, cast
 
 import torch
@@ -21,9 +21,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from manyhands.core.errors import UsageError
-from manyhands.observe.loggers import Logger, Terminal
+from manyhands.observe.base import FAILED, SUCCESS, of_epoch
+from manyhands.observe.console import Console
+from manyhands.observe.desk import Desk
 from manyhands.replica.options import RoundClosed
 from manyhands.replica.run import Run, join
+from manyhands.trainer.facts import Pace, params_of
 from manyhands.trainer.history import Diary, History, Watch
 from manyhands.trainer.scribe import Scribe
 
@@ -56,13 +59,17 @@ class Trainer:
     clip: float | None = None
     """The norm that gradients have at most."""
     watch: str | None = None
-    """The value of an epoch that counts: "eval loss" if there is an evaluation, else "loss"."""
+    """The value of an epoch that counts: "val/loss" with an evaluation, else "train/loss"."""
     mode: str = "min"
     """Whether the least of it is best, or the greatest: "max"."""
     patience: int | None = None
     """Stop after so many epochs in which it has not improved."""
-    loggers: Sequence[Logger] | None = None
-    """Without any of your own, a line at the terminal. Used at one peer at a time, and closed."""
+    loggers: Sequence[Any] | Desk | None = None
+    """Whatever `manyhands.observe.adapt` takes; without any of your own, a line at the terminal.
+    Used at one peer at a time, each by a thread of its own, and finalized at every peer. With
+    time-outs and queues of your own: a Desk."""
+    hyperparams: Mapping[str, object] = field(default_factory=dict[str, object])
+    """More of what loggers are told at the start; what is said here is known already."""
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
@@ -101,7 +108,7 @@ class Trainer:
                 hint = "leave out evaluate=, or the second loader"
                 raise UsageError("two ways to evaluate were given", hint=hint)
             evaluation = DataLoader[Any](cast("Any", [0]))  # one sample: one peer has it
-        default = "loss" if evaluation is None else "eval loss"
+        default = "train/loss" if evaluation is None else "val/loss"
         watch = Watch(name=self.watch or default, mode=self.mode, patience=self.patience)
         return _Fitting(self, run, Diary(watch)).fit(data, evaluation, options)
 
@@ -113,8 +120,10 @@ class _Fitting:
         self._trainer, self._run, self._diary = trainer, run, diary
         self._optimizers: list[Optimizer] = _as_list(trainer.optimizer)
         self._schedulers = _as_list(trainer.scheduler)
-        self._scribe = Scribe(run, [Terminal()] if trainer.loggers is None else trainer.loggers)
+        loggers = [Console()] if trainer.loggers is None else trainer.loggers
+        self._scribe = Scribe(run, loggers)
         self._rounds_per_epoch = 0
+        self._pace = Pace()
 
     def fit(self, data: Any, evaluation: Any, options: Mapping[str, Any]) -> History:  # noqa: ANN401
         trainer, run, diary = self._trainer, self._run, self._diary
@@ -131,7 +140,10 @@ class _Fitting:
         if not trainer.model.training:  # else some of its layers may be meant not to
             trainer.model.train()
         self._rounds_per_epoch = len(loader)
+        self._scribe.params = params_of(trainer, run, loader, options)
+        self._pace.loader = loader
         run.on_round(self._on_round)
+        status = FAILED
         try:
             for _ in range(trainer.epochs):
                 for batch in loader:
@@ -144,8 +156,9 @@ class _Fitting:
                     self._evaluate()
                 if run.round_closed:
                     self._end_epoch()
+            status = SUCCESS
         finally:
-            self._scribe.close()
+            self._scribe.close(status)
         return History(epochs=tuple(diary.epochs), rounds=run.round, stopped=diary.stopped)
 
     # -- a round --------------------------------------------------------------------------------
@@ -186,7 +199,8 @@ class _Fitting:
         self._diary.add(closed.means, closed.weight)
         epoch, at = divmod(closed.round, self._rounds_per_epoch)
         lr = self._optimizers[0].param_groups[0]["lr"]
-        row = {"epoch": epoch, **closed.means, "lr": float(lr)}
+        means = {f"train/{name}": mean for name, mean in closed.means.items()}
+        row = {"epoch": epoch, **means, "lr": float(lr), **self._pace.take(closed.samples)}
         self._scribe.note(closed.round, row, whole=at + 1 < self._rounds_per_epoch)
 
     # -- an epoch -------------------------------------------------------------------------------
@@ -206,8 +220,9 @@ class _Fitting:
             for scheduler in self._schedulers:
                 scheduler.step(*([self._diary.watched()] if _is_plateau(scheduler) else []))
         self._diary.judge()
-        rest = {n if n.startswith("eval ") else f"epoch {n}": v for n, v in epoch.items()}
+        rest = {of_epoch(n) if n.startswith("train/") else n: v for n, v in epoch.items()}
         self._scribe.add(self._run.round - 1, rest)
+        self._pace.restart()  # an evaluation is no part of a round
 
 
 @contextmanager

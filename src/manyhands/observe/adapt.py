@@ -1,0 +1,117 @@
+"""Adapt: whatever somebody logs with, as a logger.
+
+What you have made yourself stays yours: it is flushed at the end, and you close it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manyhands.core.errors import UsageError
+from manyhands.observe import wandb
+from manyhands.observe.base import Logger, Steps, plain
+from manyhands.observe.console import Records
+
+_TAKEN = (
+    "an object with log_metrics, log_hyperparams and finalize (any logger of manyhands or "
+    "Lightning), a logging.Logger, a SummaryWriter, an object with log(dict, step=...) such as a "
+    "run of wandb, or a function of (dict, step)"
+)
+
+
+def adapt(thing: Any) -> Logger:  # noqa: ANN401
+    """A logger for it: itself, if it is one. Raises UsageError for what is none of these.
+
+    In this order: a logger; one of Python's logging; a SummaryWriter (`add_scalar`); a run of
+    wandb; anything with `log(dict, step=...)`; a callable of (dict, step).
+    """
+    if isinstance(thing, type):
+        raise UsageError(
+            f"{thing.__name__} is a class, not a logger", hint=f"make one: {thing.__name__}(...)"
+        )
+    if isinstance(thing, Logger):
+        return thing
+    if isinstance(thing, logging.Logger):
+        return Records(thing)
+    if callable(getattr(thing, "add_scalar", None)):
+        return _Writer(thing)
+    log = getattr(thing, "log", None)
+    if callable(log) and callable(getattr(thing, "define_metric", None)):
+        return wandb.Rows(thing)
+    if callable(log) and _takes(log, {}, step=0):
+        return _Log(thing)
+    if callable(thing):
+        if _takes(thing, {}, 0):
+            return _Calls(thing)
+        if _takes(thing, {}, step=0):
+            return _Calls(lambda metrics, step: thing(metrics, step=step))
+        raise UsageError(f"{thing!r} cannot be called with (dict, step)", hint=f"pass {_TAKEN}")
+    raise UsageError(f"a {type(thing).__name__} is no logger", hint=f"pass {_TAKEN}")
+
+
+def _takes(call: Callable[..., object], *arguments: object, **named: object) -> bool:
+    """Whether it can be called so, as far as it tells."""
+    try:
+        inspect.signature(call).bind(*arguments, **named)
+    except (TypeError, ValueError):  # it cannot; or it is built in, and does not say
+        return False
+    return True
+
+
+class _Adapted:
+    """What all have in common: no step goes back, and hyperparameters go nowhere."""
+
+    def __init__(self, thing: Any) -> None:  # noqa: ANN401
+        self._thing = thing
+        self._steps = Steps()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._steps.is_new(step):
+            self._send(dict(metrics), step)
+
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
+        pass
+
+    def finalize(self, status: str) -> None:
+        pass
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+
+class _Writer(_Adapted):
+    """A SummaryWriter of torch or of tensorboardX."""
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._thing.add_scalar(name, value, step)
+
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
+        if callable(add := getattr(self._thing, "add_text", None)):
+            add("hyperparams", json.dumps(plain(params), indent=2))
+
+    def finalize(self, status: str) -> None:
+        if callable(flush := getattr(self._thing, "flush", None)):
+            flush()
+
+
+class _Log(_Adapted):
+    """Anything with `log(dict, step=...)`; with a `config` that can be updated, the better."""
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        self._thing.log(metrics, step=step)
+
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
+        if callable(update := getattr(getattr(self._thing, "config", None), "update", None)):
+            update(plain(params))
+
+
+class _Calls(_Adapted):
+    """A function of a row and its step."""
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        self._thing(metrics, step)

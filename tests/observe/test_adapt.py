@@ -1,0 +1,152 @@
+"""Whatever somebody logs with."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+
+import pytest
+
+from manyhands.core.errors import UsageError
+from manyhands.observe import Console, Csv, Desk, JsonLines, Records, TensorBoard, Wandb, adapt
+
+
+@pytest.mark.parametrize("make", [Console, Records, lambda: Desk([])])
+def test_a_logger_is_one(make):
+    logger = make()
+    assert adapt(logger) is logger
+    logger.finalize("success")
+
+
+@pytest.mark.parametrize("make", [Csv, JsonLines, TensorBoard])
+def test_all_of_ours_are(make, tmp_path):
+    logger = make(tmp_path / "log")
+    assert adapt(logger) is logger
+
+
+def test_wandb_is_and_loads_nothing_yet():
+    logger = Wandb("project")
+    assert adapt(logger) is logger
+    logger.finalize("success")
+
+
+def test_one_of_lightnings(tmp_path):
+    from lightning_fabric.loggers import CSVLogger
+
+    theirs = CSVLogger(tmp_path, name="run", version=0)
+    assert adapt(theirs) is theirs
+    with Desk([theirs]) as desk:
+        desk.log_hyperparams({"lr": 0.1})  # it refuses them, which is no failure
+        desk.log_metrics({"train/loss": 0.5}, 0)
+        desk.log_metrics({"train/loss": 0.25}, 1)
+    assert [(count.failed, count.dropped) for count in desk.counts] == [(0, 0)]
+    with (tmp_path / "run" / "version_0" / "metrics.csv").open(newline="") as file:
+        rows = [(int(row["step"]), float(row["train/loss"])) for row in csv.DictReader(file)]
+    assert rows == [(0, 0.5), (1, 0.25)]
+
+
+def test_one_of_pythons_logging(caplog):
+    caplog.set_level(logging.DEBUG)
+    logger = adapt(logging.getLogger("mine"))
+    logger.log_metrics({"train/loss": 0.5}, 3)
+    assert [(r.name, r.getMessage()) for r in caplog.records] == [
+        ("mine", "step 3  train/loss 0.5")
+    ]
+
+
+class Tracker:
+    """As a run of trackio is, or one that somebody has written."""
+
+    def __init__(self):
+        self.rows, self.config = [], {}
+
+    def log(self, values, step=None):
+        self.rows.append((values, step))
+
+
+def test_what_has_log_with_a_step():
+    tracker = Tracker()
+    logger = adapt(tracker)
+    logger.log_hyperparams({"lr": 0.1, "betas": (0.9, 0.99)})
+    for step in (0, 1, 1, 0, 2):
+        logger.log_metrics({"loss": 0.5}, step)
+    logger.finalize("success")
+    assert tracker.rows == [({"loss": 0.5}, 0), ({"loss": 0.5}, 1), ({"loss": 0.5}, 2)]
+    assert tracker.config == {"lr": 0.1, "betas": "(0.9, 0.99)"}
+
+
+def test_without_a_config():
+    class Bare:
+        def log(self, values, **more):
+            self.got = values, more
+
+    logger = adapt(bare := Bare())
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_metrics({"loss": 0.5}, 4)
+    assert bare.got == ({"loss": 0.5}, {"step": 4})
+
+
+class Writer:
+    """As a SummaryWriter is."""
+
+    def __init__(self):
+        self.calls = []
+
+    def add_scalar(self, tag, value, global_step):
+        self.calls.append((tag, value, global_step))
+
+    def add_text(self, tag, text):
+        self.calls.append((tag, text))
+
+    def flush(self):
+        self.calls.append("flush")
+
+
+def test_what_has_add_scalar():
+    logger = adapt(writer := Writer())
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_metrics({"a": 1.0, "b": 2.0}, 3)
+    logger.log_metrics({"a": 5.0}, 2)
+    logger.finalize("success")
+    assert writer.calls == [
+        ("hyperparams", '{\n  "lr": 0.1\n}'),
+        ("a", 1.0, 3),
+        ("b", 2.0, 3),
+        "flush",
+    ]
+
+
+def test_a_function_of_a_row_and_its_step():
+    got = []
+    for call in (lambda row, step: got.append((row, step)), lambda row, *, step: got.append(step)):
+        logger = adapt(call)
+        logger.log_hyperparams({"lr": 0.1})
+        logger.log_metrics({"a": 1.0}, 3)
+        logger.log_metrics({"a": 1.0}, 3)  # it has been
+        logger.finalize("success")
+    assert got == [({"a": 1.0}, 3), 3]
+
+
+def test_print(capsys):
+    adapt(print).log_metrics({"a": 1.0}, 3)
+    assert capsys.readouterr().out == "{'a': 1.0} 3\n"
+
+
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (None, "a NoneType is no logger"),
+        ("log.jsonl", "a str is no logger"),
+        (object(), "a object is no logger"),
+        (math, "a module is no logger"),  # math.log is something else
+        (Console, "Console is a class"),
+        ([].append, "cannot be called with"),
+        (lambda: None, "cannot be called with"),
+    ],
+    ids=str,
+)
+def test_what_is_none(thing, words):
+    with pytest.raises(UsageError, match=words) as caught:
+        adapt(thing)
+    assert caught.value.hint

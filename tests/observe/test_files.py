@@ -1,0 +1,157 @@
+"""Rows in files: each step once, whatever was cut off or is done again."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+
+import pytest
+
+from manyhands.core.errors import UsageError
+from manyhands.observe import Csv, JsonLines
+
+
+@pytest.fixture(params=[JsonLines, Csv])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "new" / "log.txt"
+
+
+def write(kind, path, steps, loss=0.5, name="loss"):
+    logger = kind(path)
+    for step in steps:
+        logger.log_metrics({name: loss}, step)
+    logger.finalize("success")
+    logger.finalize("success")
+
+
+def rows(path):
+    lines = path.read_text().splitlines()
+    if lines[0].startswith("{"):
+        return [tuple(json.loads(line).values()) for line in lines]
+    return [(int(step), *map(float, rest)) for step, *rest in csv.reader(lines[1:])]
+
+
+def table(path):
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_a_line_for_every_step_at_once_there(path):
+    logger = JsonLines(path)
+    logger.log_metrics({"loss": 0.1, "lr": 1e-3}, 0)
+    assert path.read_text() == '{"step": 0, "loss": 0.1, "lr": 0.001}\n'
+    logger.log_metrics({"loss": math.nan, "lr": math.inf}, 1)
+    logger.finalize("success")
+    assert json.loads(path.read_text().splitlines()[1]) == {"step": 1, "loss": None, "lr": None}
+
+
+def test_no_file_before_the_first_row(kind, path):
+    kind(path).finalize("success")
+    assert not path.exists()
+
+
+def test_resumed_it_writes_over_what_is_redone(kind, path):
+    write(kind, path, range(5))
+    write(kind, path, range(3, 6), loss=0.7)
+    assert rows(path) == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.7), (4, 0.7), (5, 0.7)]
+
+
+def test_begun_anew_it_writes_over_everything(kind, path):
+    write(kind, path, range(5))
+    write(kind, path, range(2), loss=0.7)
+    assert rows(path) == [(0, 0.7), (1, 0.7)]
+
+
+def test_a_step_that_is_logged_again_is_there_once(kind, path):
+    write(kind, path, [0, 1, 2, 1, 2])
+    assert rows(path) == [(0, 0.5), (1, 0.5), (2, 0.5)]
+
+
+def test_a_line_that_was_not_written_to_its_end(kind, path):
+    write(kind, path, range(3))
+    path.write_bytes(path.read_bytes()[:-2])
+    write(kind, path, [3])
+    assert [step for step, _ in rows(path)] == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "text", ["notes\n", "[1]\n", '{"loss": 1}\n', '{"step": "2"}\n', "loss,step\n"]
+)
+def test_a_file_of_something_else_is_left_alone(kind, path, text):
+    path.parent.mkdir()
+    path.write_text(text)
+    logger = kind(path)
+    with pytest.raises(UsageError, match="line 1"):
+        logger.log_metrics({}, 0)
+    logger.finalize("failed")
+    assert path.read_text() == text
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("text", "line"), [("step,name\n0,a\nx,b\n", 3), ("step", 1)])
+def test_a_table_of_something_else_is_left_alone(path, text, line):
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(UsageError, match=f"line {line}"):
+        Csv(path).log_metrics({"loss": 1.0}, 5)
+    assert path.read_text() == text
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_columns_that_come_later(path):
+    logger = Csv(path)
+    logger.log_metrics({"loss": 0.5}, 0)
+    first = path.stat().st_ino
+    logger.log_metrics({"loss": 0.25}, 1)
+    assert path.stat().st_ino == first  # no new file without need
+    with path.open() as reader:  # as somebody who looks on has it
+        logger.log_metrics({"loss": 0.125, "val/loss": 0.75}, 2)
+        assert reader.read() == "step,loss\n0,0.5\n1,0.25\n"  # not half of the new one
+    logger.log_metrics({"lr": math.nan}, 3)
+    logger.log_metrics({"val/loss": 1e-9}, 4)
+    logger.finalize("success")
+    assert table(path) == [
+        ["step", "loss", "val/loss", "lr"],
+        ["0", "0.5", "", ""],
+        ["1", "0.25", "", ""],
+        ["2", "0.125", "0.75", ""],
+        ["3", "", "", "nan"],
+        ["4", "", "1e-09", ""],
+    ]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_table_that_is_resumed_keeps_its_columns(path):
+    write(Csv, path, range(3), name="a,b")
+    write(Csv, path, [2], name="c", loss=0.7)
+    assert table(path) == [
+        ["step", "a,b", "c"],
+        ["0", "0.5", ""],
+        ["1", "0.5", ""],
+        ["2", "", "0.7"],
+    ]
+
+
+def test_a_column_that_is_there_already(path):
+    with pytest.raises(UsageError, match="'step'"):
+        Csv(path).log_metrics({"step": 1.0}, 0)
+
+
+def test_hyperparameters_are_beside_it(kind, path):
+    logger = kind(path)
+    logger.log_hyperparams({"lr": 0.1, "betas": (0.9, 0.99), "clip": None, "never": math.inf})
+    logger.finalize("success")
+    (beside,) = path.parent.iterdir()
+    assert beside.name == "log.hyperparams.json"
+    assert json.loads(beside.read_text()) == {
+        "lr": 0.1,
+        "betas": "(0.9, 0.99)",
+        "clip": None,
+        "never": "inf",
+    }

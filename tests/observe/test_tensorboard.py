@@ -1,0 +1,84 @@
+"""Event files, read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from manyhands.observe import MissingExtra, TensorBoard, adapt
+
+
+def write(folder, steps, value=0.5, name="train/loss"):
+    logger = TensorBoard(folder)
+    for step in steps:
+        logger.log_metrics({name: value}, step)
+    logger.finalize("success")
+    logger.finalize("success")
+
+
+def scalars(folder, name="train/loss"):
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return [(event.step, event.value) for event in found.Scalars(name)]
+
+
+def test_what_is_written_is_read(tmp_path):
+    logger = TensorBoard(tmp_path / "new")
+    logger.log_hyperparams({"lr": 0.1, "clip": None, "betas": (0.9, 0.99)})
+    logger.log_metrics({"train/loss": 0.5, "lr": 0.25}, 0)
+    assert scalars(tmp_path / "new") == [(0, 0.5)]  # at once
+    logger.log_metrics({"train/loss": float("inf"), "val/loss": 0.75}, 1)
+    logger.finalize("success")
+    assert scalars(tmp_path / "new") == [(0, 0.5), (1, float("inf"))]
+    assert scalars(tmp_path / "new", "val/loss") == [(1, 0.75)]
+    assert scalars(tmp_path / "new", "lr") == [(0, 0.25)]
+    found = EventAccumulator(str(tmp_path / "new"))
+    found.Reload()
+    (data,) = (found.summary_metadata["_hparams_/session_start_info"].plugin_data.content,)
+    assert b"betas" in data
+
+
+def test_no_file_before_the_first_row(tmp_path):
+    TensorBoard(tmp_path / "new").finalize("success")
+    assert not (tmp_path / "new").exists()
+
+
+def test_steps_never_go_back(tmp_path):
+    write(tmp_path, [0, 1, 2, 1, 2, 3])
+    assert [step for step, _ in scalars(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_resumed_it_adds_what_is_new(tmp_path):
+    write(tmp_path, range(5))
+    write(tmp_path, range(3, 7), value=0.25)
+    assert scalars(tmp_path) == [*((step, 0.5) for step in range(5)), (5, 0.25), (6, 0.25)]
+
+
+def test_resumed_after_a_row_that_was_cut_off(tmp_path):
+    write(tmp_path, range(3))
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-5])
+    write(tmp_path, range(1, 5), value=0.25)
+    assert scalars(tmp_path) == [(0, 0.5), (1, 0.5), (2, 0.25), (3, 0.25), (4, 0.25)]
+
+
+def test_a_writer_of_torch(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        logger = adapt(writer)
+        logger.log_hyperparams({"lr": 0.1})
+        for step in (0, 1, 0, 2):
+            logger.log_metrics({"train/loss": 0.5}, step)
+        logger.finalize("success")
+        assert scalars(tmp_path) == [(0, 0.5), (1, 0.5), (2, 0.5)]
+        writer.add_scalar("mine", 1.0, 0)  # it is still the user's
+    assert scalars(tmp_path, "mine") == [(0, 1.0)]
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'manyhands\[tensorboard\]'"):
+        TensorBoard(tmp_path).log_metrics({"a": 1.0}, 0)
