@@ -7,7 +7,7 @@ A slot is one device's part. Names are those of the model's parameters; the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,13 @@ class Slot:
         A parameter without a gradient counts as zero, and so does everything if `count` is 0.
         """
         tensors = tensors_of(model)
+        changed = before.changed(model) if count else set[str]()
         self.count = count
         for place, leaf in enumerate(self.layout.leaves):
             tensor, value = tensors[leaf.name], None
             if count and leaf.gradient:
                 value = tensor.grad
-            elif count and before.is_changed(leaf.name, tensor):
+            elif leaf.name in changed:
                 value = tensor
             self.used[place] = value is not None
             if value is not None:
@@ -102,7 +103,11 @@ class Buffer(Sequence[Slot]):
         self.layout = layout_of(model)
         self._slots = [Slot(self.layout, device) for device in devices]
 
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401  (a slot, or a list for a slice)
+    @overload
+    def __getitem__(self, index: int, /) -> Slot: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> list[Slot]: ...
+    def __getitem__(self, index: int | slice, /) -> Slot | list[Slot]:
         return self._slots[index]
 
     def __len__(self) -> int:
@@ -129,13 +134,12 @@ def sync_buffer(buffer: Buffer, reduce: Reduce = "mean") -> dict[str, Tensor]:
         raise UsageError(f"reduce={reduce!r}", hint='"mean", "sum", or a function of tensors')
 
     def put_together(rank: int, carrier: Carrier) -> None:
-        slot: Slot = buffer[rank]
+        slot = buffer[rank]
         slot.weigh(slot.count / total if reduce == "mean" else 1.0, first=rank == 0)
         slot.add_up(carrier, used)
 
     run_hands([slot.device for slot in buffer], put_together)
-    first: Slot = buffer[0]
-    return {name: tensor.clone() for name, tensor in first.gradients().items()}
+    return {name: tensor.clone() for name, tensor in buffer[0].gradients().items()}
 
 
 @torch.no_grad()

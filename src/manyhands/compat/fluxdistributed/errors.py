@@ -17,7 +17,7 @@ class TrainingBroken(ManyhandsError):
 
 
 class NotSynced(TrainingBroken):
-    """Something that must be the same on all devices is not; the message names device and tensor."""
+    """What must be the same on all devices is not; the message names device and tensor."""
 
 
 class BadGradient(TrainingBroken):

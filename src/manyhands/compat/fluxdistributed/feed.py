@@ -27,10 +27,18 @@ class Batch(NamedTuple):
 
 
 def share_of(num_rows: int, rank: int, world: int) -> range:
-    """Which of the rows of a step are this device's; the first ones have one more at most."""
+    """Which of some rows are this device's; the first ones have one more at most."""
     each, more = divmod(num_rows, world)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
+
+
+def block_of(num_rows: int, rank: int, size: int) -> range:
+    """Which rows of a step are this device's: `size`, or of the last ones of an epoch fewer.
+
+    From the front, not evenly: BatchNorm takes no single row.
+    """
+    return range(min(rank * size, num_rows), min((rank + 1) * size, num_rows))
 
 
 class Feed:
@@ -96,7 +104,8 @@ class Feed:
 
     def _batch(self, step: int) -> Batch:
         span = self._calendar.span(step)
-        mine = share_of(span.stop - span.start, self._rank, self._world)
+        size = self._source.batch // self._world
+        mine = block_of(span.stop - span.start, self._rank, size)
         if not mine:
             return Batch(None, None, 0)
         positions = tuple(span.start + row for row in mine)

@@ -51,7 +51,7 @@ class _Lent:
         pass
 
 
-def WandbLogger(  # noqa: N802  (as Wandb.jl calls it)
+def WandbLogger(
     project: str | None = None,
     name: str | None = None,
     config: Mapping[str, object] | None = None,

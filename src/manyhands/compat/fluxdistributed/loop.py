@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from manyhands.compat.fluxdistributed.ballot import Verdict, confirm, vote
 from manyhands.compat.fluxdistributed.buffer import Slot, check_nans
 from manyhands.compat.fluxdistributed.errors import BadGradient, Bystander, TrainingBroken
-from manyhands.compat.fluxdistributed.feed import Batch, Feed, share_of
+from manyhands.compat.fluxdistributed.feed import Batch, Feed, block_of
 from manyhands.compat.fluxdistributed.judge import Judge
 from manyhands.compat.fluxdistributed.kept import Kept
 from manyhands.compat.fluxdistributed.memory import give_back, is_out_of_memory
@@ -118,14 +118,11 @@ class Loop:
         """Take the steps that are left. Raises TrainingBroken, and what a device raised."""
         course, now = self._course, self._now
         self._replica.model.train()
-        scored = None
         while now.step < course.steps:
             loss = self._step(self._feed.take())
             now.step += 1
-            scored = self._account(loss)
+            self._account(loss)
         vote(self._everybody, len(self._replica.slot.layout.leaves), done=True)
-        if self._judge is not None and scored != now.step:
-            self._keep(self._evaluated())
         self._save(last=True)
         return Outcome(standing=now, history=self._history)
 
@@ -218,7 +215,7 @@ class Loop:
         """Whether the step is tried again, in smaller pieces; else it is skipped. All alike."""
         now = self._now
         rows = self._course.calendar.num_samples(now.step)
-        most = len(share_of(rows, 0, self._crew.size))
+        most = len(block_of(rows, 0, self._course.terms.rows // self._crew.size))
         if self._course.on_oom == "split" and now.pieces < most:
             now.pieces = min(2 * now.pieces, most)
             self._warn(
@@ -293,21 +290,21 @@ class Loop:
 
     # -- accounts ---------------------------------------------------------------------------------
 
-    def _account(self, loss: float | None) -> int | None:
-        """Log, evaluate and save where it is time; the step that was evaluated last, if now."""
+    def _account(self, loss: float | None) -> None:
+        """Log, evaluate and save where it is time. One row has it all: loggers take a step once."""
         course, now = self._course, self._now
         row: dict[str, float] = {}
         if now.step % course.log_every == 0:
             row |= {} if loss is None else {"train/loss": loss}
             row |= self._figures()
-        evaluated = now.step % course.eval_every == 0
-        if evaluated and self._judge is not None:
+        last = now.step == course.steps
+        halt = now.step % course.eval_every == 0
+        if (halt or last) and self._judge is not None:
             row |= self._evaluated()
         if row:
             self._keep(row)
-        if evaluated and now.step < course.steps:
+        if halt and not last:
             self._save()
-        return now.step if evaluated else None
 
     def _figures(self) -> dict[str, float]:
         time_s, rows = time.monotonic(), self._rows_since

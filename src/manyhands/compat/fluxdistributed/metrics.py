@@ -86,7 +86,9 @@ class Score:
         """`val/loss`, `val/top1`, ...: without top-k where outputs are no classes."""
         found = {f"{tag}/loss": self.loss / max(1.0, self.rows)}
         if self.ranked:
-            found |= {f"{tag}/top{k}": hit / self.ranked for k, hit in zip(ks, self.hits, strict=True)}
+            found |= {
+                f"{tag}/top{k}": hit / self.ranked for k, hit in zip(ks, self.hits, strict=True)
+            }
         return found
 
 

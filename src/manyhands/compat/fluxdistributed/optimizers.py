@@ -35,8 +35,7 @@ def optimizer_for(opt: Opt, model: nn.Module, replica: nn.Module) -> Optimizer:
         return made
     pairs = zip(model.parameters(), replica.parameters(), strict=True)
     ours = {id(parameter): twin for parameter, twin in pairs}
-    groups = cast("list[dict[str, Any]]", opt.param_groups)
-    if any(id(parameter) not in ours for group in groups for parameter in group["params"]):
+    if any(id(p) not in ours for group in opt.param_groups for p in group["params"]):
         raise UsageError("opt is an optimizer of other parameters than the model's", hint=_HINT)
     # Whatever the copy refers to among the model's parameters becomes the replica's.
     twin = copy.deepcopy(opt, cast("dict[int, Any]", dict(ours)))
@@ -118,7 +117,7 @@ class _Scheduled:
         self._sched = copy.deepcopy(sched, {id(opt): optimizer})
         self._plateau = isinstance(sched, ReduceLROnPlateau)
         # torch warns of a scheduler whose optimizer it did not see at work. This one does its work.
-        step = optimizer.step
+        step: Callable[..., Any] = optimizer.step
 
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

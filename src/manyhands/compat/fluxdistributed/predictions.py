@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from torch import Tensor
 
@@ -27,20 +27,24 @@ def showpreds(
     `labels` are ids or one-hot rows; `names` is what `labels(tree)` gives, or a list of texts.
     Where the right class is not among the first k, it is named below them.
     """
-    ids = ids_of(output, labels).tolist()  # pyright: ignore[reportUnknownMemberType]
+    ids = _list(ids_of(output, labels))
     if names is not None and len(names) < output.shape[1]:
         raise UsageError(f"{len(names)} names for {output.shape[1]} classes")
     stream = file or sys.stdout
     chances = output.detach().float().softmax(1).cpu()
-    first = chances.sort(1, descending=True, stable=True)
+    order = chances.argsort(1, descending=True, stable=True)
     for row, right in enumerate(ids):
         stream.write(f"sample {row}\n")
-        places = first.indices[row, :k].tolist()  # pyright: ignore[reportUnknownMemberType]
+        places = _list(order[row, :k])
         for place in places:
             mark = f"  {MARK}" if place == right else ""
             stream.write(f"  {float(chances[row, place]):6.1%}  {_name(names, place)}{mark}\n")
         if right not in places:
             stream.write(f"  it is {_name(names, right)}: {float(chances[row, right]):.1%}\n")
+
+
+def _list(ids: Tensor) -> list[int]:
+    return cast("list[int]", ids.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _name(names: Sequence[Any] | None, place: int) -> str:

@@ -34,7 +34,7 @@ from manyhands.compat.fluxdistributed.saving import Standing, Where
 from manyhands.compat.fluxdistributed.setup import Options, Setup, prepare
 from manyhands.compat.fluxdistributed.share import share
 from manyhands.compat.fluxdistributed.step import LossFn
-from manyhands.compat.fluxdistributed.train import (
+from manyhands.compat.fluxdistributed.training import (
     VAL_SAMPLES,
     Result,
     check_options,

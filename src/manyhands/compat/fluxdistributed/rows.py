@@ -27,7 +27,7 @@ def table_of(
     if isinstance(key, Solutions):
         rows = key if wanted is None else _kept(key, wanted)
         return Pictures(tree_of(dataset), rows, split, transform=transform)
-    if isinstance(key, IterableDataset) or not (
+    if issubclass(type(key), IterableDataset) or not (
         hasattr(key, "__len__") and hasattr(key, "__getitem__")
     ):
         raise UsageError(f"a {type(key).__name__} is no table", hint=_HINT)
@@ -38,18 +38,24 @@ def table_of(
 
 
 def tree_of(dataset: Any) -> Any:  # noqa: ANN401
-    """The tree of a data set: by its name in the registry, a path, or a tree itself."""
-    if not isinstance(dataset, str):
-        return dataset
-    from manyhands.data.registry import tree_at
+    """The tree of a data set: its name in the registry, a URL, a pathlib.Path, a DataSet, a tree."""
+    if isinstance(dataset, str):
+        from manyhands.data.blobs import BlobTree
+        from manyhands.data.registry import dataset as find
 
-    return tree_at(dataset)
+        dataset = BlobTree.at(dataset) if "://" in dataset else find(dataset)
+    tree = dataset if hasattr(dataset, "walk") or not hasattr(dataset, "conf") else dataset.open()
+    if hasattr(tree, "read_bytes") and not hasattr(tree, "iterdir"):
+        raise UsageError(
+            f"{tree} is one file, not a tree",
+            hint='its entry needs type = "BlobTree", with the folder that has ILSVRC in it',
+        )
+    return tree
 
 
 def _ids(classes: Iterable[int]) -> frozenset[int]:
     ids = frozenset(classes)
-    wrong = [value for value in ids if isinstance(value, bool) or not isinstance(value, int)]
-    if wrong or not ids or min(ids) < 0:
+    if not ids or min(ids) < 0:
         raise UsageError(f"classes={classes!r}", hint="ids from 0 on: range(200), or [3, 7]")
     return ids
 

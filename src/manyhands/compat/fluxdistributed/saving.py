@@ -76,10 +76,11 @@ def load(where: Where, terms: Terms) -> Saved | None:
 def load_weights(where: Where) -> dict[str, Tensor]:
     """The newest weights that `save=` has left there, for `load_state_dict`. Raises UsageError."""
     found = Store(where).load()
-    tree = None if found.checkpoint is None else found.checkpoint.tree
-    if not isinstance(tree, dict) or "model" not in tree:
+    tree: Any = {} if found.checkpoint is None else found.checkpoint.tree
+    if "model" not in tree:
         raise UsageError(
-            f"there are no weights in {os.fspath(where)}", hint="train(..., save=FOLDER) writes some"
+            f"there are no weights in {os.fspath(where)}",
+            hint="train(..., save=FOLDER) writes some",
         )
     return tree["model"]
 

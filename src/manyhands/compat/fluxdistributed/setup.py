@@ -150,9 +150,7 @@ def prepare(
         classes=options.classes,
         split="train",
     )
-    source = Source(
-        dataset=table, batch=options.batchsize * world, drop_last=options.drop_last
-    )
+    source = Source(dataset=table, batch=options.batchsize * world, drop_last=options.drop_last)
     calendar = Calendar(source.size, source.batch, source.drop_last)
     epochs = options.epochs
     # One by one, in this thread: whatever a copy or an optimizer draws, it draws in one order.

@@ -66,9 +66,10 @@ def train(
     """Train the replicas of a setup, all in step; the same as one device with all of the rows.
 
     `loss(output, labels)` is the mean over rows. `opt`, if it is another one than the setup's,
-    takes its place. `val` is a batch, (x, y), or a table, of which the same `val_samples` are looked
-    at each time (None: all). `sched(step, optimizer)` is called before each step (counted from 0)
-    in each device's thread, and may return the learning rate; or it is a torch scheduler of `opt`.
+    takes its place. `val` is a batch, (x, y), or a table, of which the same `val_samples` are
+    looked at each time (None: all). `sched(step, optimizer)` is called before each step, counted
+    from 0, in each device's thread, and may return the learning rate; or it is a torch scheduler
+    of `opt`.
 
     When a device runs out of memory, all of them skip the step, or take it in smaller pieces
     ("split"), or what it raised is raised here; replicas stay equal in each case. Steps are
@@ -183,7 +184,11 @@ def judge_for(setup: Setup, loss: LossFn, val: Any, samples: int | None) -> Judg
         return None
     if isinstance(val, Solutions):
         val = table_of(
-            val, dataset=setup.options.dataset, transform=setup.options.transform, classes=None, split="val"
+            val,
+            dataset=setup.options.dataset,
+            transform=setup.options.transform,
+            classes=None,
+            split="val",
         )
     return Judge(val, loss, batchsize=setup.batchsize, samples=samples, seed=setup.options.seed)
 

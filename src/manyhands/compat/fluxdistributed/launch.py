@@ -31,7 +31,7 @@ from manyhands.compat.fluxdistributed.processes import (
     syncgrads,
 )
 from manyhands.compat.fluxdistributed.step import LossFn
-from manyhands.compat.fluxdistributed.train import Result
+from manyhands.compat.fluxdistributed.training import Result
 from manyhands.core.errors import LinkError, UsageError
 from manyhands.links.hub import Hub
 
