@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from manyhands._version import __version__
 
 if TYPE_CHECKING:
+    from manyhands import data as data
     from manyhands.collectives.backend.hooks import compressed
     from manyhands.core.errors import (
         Excluded,
@@ -74,6 +75,8 @@ __all__ = [
     "variables",
 ]
 
+_ROOMS = frozenset({"data"})  # modules that are part of the public face, loaded at first use
+
 # Loaded at first use, so that `import manyhands` is fast and loads no torch.
 _LAZY = {
     "Refused": "manyhands.core.errors",
@@ -117,6 +120,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return import_module(f"manyhands.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
     value: object = getattr(import_module(_LAZY[name]), name)
@@ -136,4 +141,4 @@ _tell_torch()
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_ROOMS})

@@ -48,6 +48,10 @@ COMMANDS: Mapping[str, Command] = {
         module="manyhands.cli.queues",
         help="Make, purge and look at the queues that DeepBooster's trainers use.",
     ),
+    "data": Command(
+        module="manyhands.cli.data",
+        help="Data sets by name: list, show, check, add; split a JSONL file.",
+    ),
     "worker": Command(
         module="manyhands.worker.command",
         help="Offer this machine to a BossMan: build and run the layers that it sends.",

@@ -3,10 +3,13 @@
     ManyhandsError
     ├── UsageError (ValueError)      something a user typed or passed
     │   ├── AddressError             a URL or join code
+    │   ├── RegistryError            a Data.toml, or an entry of it: everything wrong at once
     │   └── SettingsError            a setting out of its range, an unknown key
     │       └── NoMeetingPoint       nothing says where the others are
     ├── TooSlow                      a newcomer that does not catch up with the run
     ├── CheckpointError              a place for checkpoints cannot be written or read
+    ├── DataError                    a place of data cannot be read
+    │   └── NotThere (KeyError)      a tree has no file or folder of this name
     ├── WireError                    bytes that are not what the protocol says
     │   ├── Truncated                they end too early
     │   ├── Oversized                they announce more than the receiver takes
@@ -24,6 +27,8 @@ Each carries its facts as fields, and an optional `hint`: what to do about it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class ManyhandsError(Exception):
@@ -50,6 +55,14 @@ class SettingsError(UsageError):
     """A setting is unknown or out of its range."""
 
 
+class RegistryError(UsageError):
+    """What is wrong with a Data.toml or an entry of it: one line a problem, in `problems`."""
+
+    def __init__(self, what: str, problems: Sequence[str] = (), *, hint: str | None = None) -> None:
+        super().__init__("\n  ".join([what, *problems]), hint=hint)
+        self.problems = tuple(problems)
+
+
 class NoMeetingPoint(SettingsError):
     """Neither the caller, nor the environment, nor a file names a meeting point."""
 
@@ -70,6 +83,14 @@ class TooSlow(ManyhandsError):
 
 class CheckpointError(ManyhandsError):
     """A place for checkpoints cannot be written or read; the run itself can go on."""
+
+
+class DataError(ManyhandsError):
+    """A file, folder or bucket of data cannot be read; the message names it, without secrets."""
+
+
+class NotThere(DataError, KeyError):
+    """A tree has no file or folder of this name."""
 
 
 class WireError(ManyhandsError):

@@ -1,1 +1,40 @@
-"""Data: which samples come when, and how they are read."""
+"""Data: where it lies (the registry), which samples come when, and how they are read."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from manyhands.data.blobs import Blob, BlobTree
+    from manyhands.data.registry import DataSet, dataset
+    from manyhands.data.writing import register
+
+__all__ = [
+    "Blob",
+    "BlobTree",
+    "DataSet",
+    "dataset",
+    "register",
+]
+
+# Loaded at first use: the registry needs no torch, and the rest of the room does.
+_LAZY = {
+    "Blob": "manyhands.data.blobs",
+    "BlobTree": "manyhands.data.blobs",
+    "DataSet": "manyhands.data.registry",
+    "dataset": "manyhands.data.registry",
+    "register": "manyhands.data.writing",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'manyhands.data' has no attribute {name!r}")
+    value: object = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from manyhands.compat.deepbooster.broker import broker_address
 from manyhands.compat.deepbooster.errors import ChunkError
 from manyhands.compat.deepbooster.lines import open_lines, scan
 from manyhands.core.errors import UsageError
+from manyhands.data.chunks import deal
 from manyhands.links.amqp import login_of
 from manyhands.links.amqp.queues import check_queue, post, set_up
 
@@ -47,37 +45,11 @@ def split(data: Path, num: int) -> list[Path]:
     """The lines of `data`, dealt round-robin into `num` files beside it. Raises ChunkError."""
     chunks = [data.with_name(f"{place}.chunk") for place in range(num)]
     try:
-        _deal(data, chunks)
+        with open_lines(data) as source:
+            deal((line.text for line in scan(source, data)), chunks, data)
     except OSError as error:
         raise ChunkError(
             f"chunks cannot be written to {data.parent}: {error.strerror}",
             hint="make room there, or copy the data to where there is some and you may write",
         ) from None
     return chunks
-
-
-def _deal(data: Path, chunks: Sequence[Path]) -> None:
-    with contextlib.ExitStack() as stack:
-        source = stack.enter_context(open_lines(data))
-        if any(chunk.exists() and chunk.samefile(data) for chunk in chunks):  # by a link, too
-            raise UsageError(f"{data} would be replaced by a chunk of itself", hint="rename it")
-        writing = [stack.enter_context(_unnamed_yet(data.parent)) for _ in chunks]
-        for place, line in enumerate(scan(source, data)):
-            writing[place % len(chunks)].write(line.text.rstrip(b"\r\n") + b"\n")
-        for file in writing:
-            file.flush()
-            os.fsync(file.fileno())
-        for file, chunk in zip(writing, chunks, strict=True):
-            os.chmod(file.name, data.stat().st_mode & 0o777)
-            os.replace(file.name, chunk)
-
-
-@contextlib.contextmanager
-def _unnamed_yet(folder: Path):  # noqa: ANN202
-    """A file to write; removed at the end unless it has got another name."""
-    made = tempfile.NamedTemporaryFile(dir=folder, prefix=".chunk-", delete=False)  # noqa: SIM115
-    try:
-        with made:
-            yield cast("BinaryIO", made)
-    finally:
-        Path(made.name).unlink(missing_ok=True)

@@ -1,0 +1,133 @@
+"""Cache: copies of files that were read once, in a folder of this machine.
+
+A copy appears under its name as a whole or not at all, whenever its writer is killed: it is
+written into `parts`, locked while somebody is at work on it, and renamed. Data sets are taken for
+fixed: a copy is never compared with its source again. To fetch anew, remove the folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from manyhands.core.errors import DataError
+from manyhands.data.stores import Kind, Store, named
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_COPY_BYTES = 1 << 20  # at a time
+
+
+@dataclass(frozen=True, slots=True)
+class CachedStore:
+    """Another store, whose files are read from copies in `folder`; any number of processes."""
+
+    inner: Store
+    folder: str
+
+    @property
+    def identity(self) -> str:
+        return self.inner.identity
+
+    def place(self, key: str) -> str:
+        return self.inner.place(key)
+
+    def kind(self, key: str) -> Kind | None:
+        return "file" if self._copy(key).exists() else self.inner.kind(key)
+
+    def entries(self, key: str) -> dict[str, Kind]:
+        return self.inner.entries(key)
+
+    def open(self, key: str) -> BinaryIO:
+        return self._fetch(key).open("rb")
+
+    def size(self, key: str) -> int:
+        try:
+            return self._copy(key).stat().st_size
+        except FileNotFoundError:
+            return self.inner.size(key)
+
+    def local(self, key: str) -> Path | None:
+        return self._fetch(key)
+
+    def _copy(self, key: str) -> Path:
+        # By digest: names of objects may be longer than those of files, or both file and folder.
+        store = hashlib.sha256(self.inner.identity.encode(errors="surrogateescape")).hexdigest()
+        name = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+        return Path(self.folder) / store[:16] / name[:2] / name
+
+    def _fetch(self, key: str) -> Path:
+        copy = self._copy(key)
+        if not copy.exists():
+            with self.inner.open(key) as source, _writing(self.folder, self.place(key)) as part:
+                with open(part.number, "wb", closefd=False) as file:
+                    shutil.copyfileobj(source, file, _COPY_BYTES)
+                    got = file.tell()
+                expected = getattr(getattr(source, "raw", None), "size", None)
+                if expected is not None and got != expected:
+                    raise DataError(f"{self.place(key)} ended after {got} of {expected} bytes")
+                os.fsync(part.number)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                part.path.replace(copy)
+        return copy
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    path: Path
+    number: int
+    """Of the open, locked file."""
+
+
+@contextmanager
+def _writing(folder: str, place: str) -> Generator[_Part]:
+    """A new file to write; removed at the end unless it has got another name."""
+    parts = Path(folder) / "parts"
+    with named(f"{place} cannot be copied to {folder}"):
+        parts.mkdir(parents=True, exist_ok=True)
+        _sweep(parts)
+        part = _create_locked(parts)
+        try:
+            yield part
+        finally:
+            part.path.unlink(missing_ok=True)
+            os.close(part.number)
+
+
+def _create_locked(parts: Path) -> _Part:
+    while True:
+        path = parts / uuid.uuid4().hex
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(number)
+                raise
+        if os.fstat(number).st_nlink:
+            return _Part(path, number)
+        os.close(number)  # swept between our two calls: a file without a lock has no writer
+
+
+def _sweep(parts: Path) -> None:
+    """Remove what writers that were killed have left."""
+    for path in parts.iterdir():
+        try:
+            number = os.open(path, os.O_RDWR)
+        except (FileNotFoundError, PermissionError):
+            continue  # finished meanwhile, or another user's, who sweeps it
+        try:
+            # Held by a writer at work; or there are no locks here, and nobody can tell.
+            with suppress(OSError):
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(number)

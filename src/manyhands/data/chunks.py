@@ -1,0 +1,105 @@
+"""Chunks: the lines of a JSONL file, dealt round-robin into N files: line i to chunk i % N.
+
+Blank lines do not count. The chunks are a function of the file and N alone; those of an earlier
+time are replaced, each at one moment, once all are written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from manyhands.core.errors import DataError, UsageError
+
+_SHOWN_LINES = 10  # of those that are broken
+
+
+def split(data: Path, num: int, folder: Path | None = None) -> dict[Path, int]:
+    """Deal the lines of `data` into `num` files, `NAME-0-of-3.jsonl` and so on, beside it.
+
+    Or in `folder`, which is made. Returns their paths and how many lines they have. With a line
+    that is no JSON nothing is written, and UsageError names all such lines. Raises DataError.
+    """
+    if num < 1:
+        raise UsageError(f"{num} chunks cannot be made", hint="1 or more")
+    folder = data.parent if folder is None else folder
+    chunks = [folder / f"{data.stem}-{n}-of-{num}{data.suffix}" for n in range(num)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with data.open("rb") as source:
+            counts = deal(scan(source, data), chunks, data)
+    except OSError as error:
+        raise DataError(f"{data} cannot be split: {error.strerror} ({error.filename})") from None
+    return dict(zip(chunks, counts, strict=True))
+
+
+def scan(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Every line that is not blank; at the end, UsageError names those that are no JSON."""
+    broken: list[str] = []
+    for number, text in enumerate(file, start=1):
+        if text.strip():
+            try:
+                check_json(text)
+            except ValueError as error:
+                broken.append(f"{path}:{number}: {error}")
+            else:
+                yield text
+    if broken:
+        more = len(broken) - _SHOWN_LINES
+        shown = broken[:_SHOWN_LINES] + [f"and {more} more"] * (more > 0)
+        raise UsageError(
+            "\n".join(["lines that are no JSON:", *shown]), hint="mend or remove these"
+        )
+
+
+def check_json(text: bytes) -> None:
+    """Raise ValueError unless the line is one JSON value, NaN and Infinity allowed."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)  # the syntax only, which is fast
+        text.decode()  # it passes over texts without a look at their bytes
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:
+            json.loads(text.decode())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {error}") from None
+
+
+def deal(lines: Iterable[bytes], chunks: Sequence[Path], data: Path) -> list[int]:
+    """Write line i to chunk i % n, atomically, with the rights of `data`, where they come from.
+
+    Returns how many lines each got. If `lines` raises, nothing is written. Raises OSError, and
+    UsageError if a chunk would replace `data`.
+    """
+    counts = [0] * len(chunks)
+    with ExitStack() as stack:
+        if any(chunk.exists() and chunk.samefile(data) for chunk in chunks):  # by a link, too
+            raise UsageError(f"{data} would be replaced by a chunk of itself", hint="rename it")
+        writing = [stack.enter_context(_unnamed_yet(chunk.parent)) for chunk in chunks]
+        for place, line in enumerate(lines):
+            writing[place % len(chunks)].write(line.rstrip(b"\r\n") + b"\n")
+            counts[place % len(chunks)] += 1
+        for file in writing:
+            file.flush()
+            os.fsync(file.fileno())
+        for file, chunk in zip(writing, chunks, strict=True):
+            os.chmod(file.name, data.stat().st_mode & 0o777)
+            os.replace(file.name, chunk)
+    return counts
+
+
+@contextmanager
+def _unnamed_yet(folder: Path) -> Generator[BinaryIO]:
+    """A file to write; removed at the end unless it has got another name."""
+    made = tempfile.NamedTemporaryFile(dir=folder, prefix=".chunk-", delete=False)  # noqa: SIM115
+    try:
+        with made:
+            yield cast("BinaryIO", made)
+    finally:
+        Path(made.name).unlink(missing_ok=True)

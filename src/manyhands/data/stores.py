@@ -1,0 +1,355 @@
+"""Stores: where the bytes of a data set lie, seen as files and folders by key.
+
+A key is a path with '/' between its parts (spec.parts_of); '' is the root, which is a file where
+the data set is one. Stores only read. They are plain values: pickled, they open their file system
+anew in the process that they come to.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol, cast
+from urllib.parse import quote
+
+from manyhands.core.address import redact
+from manyhands.core.errors import DataError, ManyhandsError, NotThere, UsageError
+
+Kind = Literal["file", "folder"]
+_EXTRAS = {"s3": "manyhands[s3]", "s3a": "manyhands[s3]"}  # by what a URL begins with
+
+
+class Store(Protocol):
+    """Files and folders by key. Whatever goes wrong is a DataError that names the place."""
+
+    @property
+    def identity(self) -> str:
+        """What tells this store from others, the same in every process; not to be shown."""
+        ...
+
+    def place(self, key: str) -> str:
+        """Where a key lies, in words for the user, without secrets."""
+        ...
+
+    def kind(self, key: str) -> Kind | None:
+        """What is there, or None."""
+        ...
+
+    def entries(self, key: str) -> dict[str, Kind]:
+        """The names in a folder, sorted. Raises NotThere."""
+        ...
+
+    def open(self, key: str) -> BinaryIO:
+        """A file, to be read. Raises NotThere."""
+        ...
+
+    def size(self, key: str) -> int:
+        """Of a file, in bytes. Raises NotThere."""
+        ...
+
+    def local(self, key: str) -> Path | None:
+        """The file of this machine that a key is; None where there is no such file (yet)."""
+        ...
+
+
+@contextmanager
+def named(what: str) -> Generator[None]:
+    """Whatever a file system raises, as a DataError that begins with `what`."""
+    try:
+        yield
+    except ManyhandsError:
+        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotThere(f"{what}: there is no such file or folder") from None
+    except Exception as error:  # noqa: BLE001 - systems behind URLs have error classes of their own
+        number = error.errno if isinstance(error, OSError) else None
+        reason = os.strerror(number) if number else f"{type(error).__name__} {error}".strip()
+        raise DataError(f"{what}: {redact(reason)[:500]}") from None  # it may quote a password
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStore:
+    """A file or folder of this machine. Links are followed."""
+
+    root: str
+
+    @property
+    def identity(self) -> str:
+        return f"file:{self.root}"
+
+    def place(self, key: str) -> str:
+        return os.path.join(self.root, key) if key else self.root
+
+    def kind(self, key: str) -> Kind | None:
+        place = self.place(key)
+        try:
+            with named(f"{place} cannot be looked at"):
+                mode = os.stat(place).st_mode
+        except NotThere:
+            return None
+        return "folder" if stat.S_ISDIR(mode) else "file"
+
+    def entries(self, key: str) -> dict[str, Kind]:
+        place = self.place(key)
+        found: dict[str, Kind] = {}
+        with named(f"{place} cannot be listed"), os.scandir(place) as entries:
+            for entry in entries:
+                is_folder = _leads_to_folder(entry)
+                if is_folder and entry.is_symlink():
+                    self._refuse_circle(key, entry.path)
+                found[entry.name] = "folder" if is_folder else "file"
+        return dict(sorted(found.items()))
+
+    def _refuse_circle(self, key: str, link: str) -> None:
+        above = Path(self.place(key))
+        for folder in (above, *above.parents):
+            if os.path.samefile(folder, link):
+                raise DataError(
+                    f"{link} is a link to a folder that it lies in: the tree has no end",
+                    hint="remove the link",
+                )
+            if str(folder) == self.root:
+                return
+
+    def open(self, key: str) -> BinaryIO:
+        place = self.place(key)
+        with named(f"{place} cannot be read"):
+            return open(place, "rb")
+
+    def size(self, key: str) -> int:
+        place = self.place(key)
+        with named(f"{place} cannot be looked at"):
+            return os.stat(place).st_size
+
+    def local(self, key: str) -> Path | None:
+        return Path(self.place(key))
+
+
+def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        if entry.is_symlink():  # one that leads to itself, say: it shows when it is read
+            return False
+        raise
+
+
+Embedded = Mapping[str, "Embedded | bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class TomlStore:
+    """Data that stand in the Data.toml itself; `source` names the file and the entry."""
+
+    source: str
+    data: Embedded | bytes = field(repr=False, compare=False)
+
+    @property
+    def identity(self) -> str:
+        return f"toml:{self.source}"
+
+    def place(self, key: str) -> str:
+        return f"{self.source}#{key}" if key else self.source
+
+    def kind(self, key: str) -> Kind | None:
+        found = self._find(key)
+        if found is None:
+            return None
+        return "file" if isinstance(found, bytes) else "folder"
+
+    def entries(self, key: str) -> dict[str, Kind]:
+        found = self._find(key)
+        if found is None or isinstance(found, bytes):
+            raise NotThere(f"{self.place(key)} cannot be listed: there is no such folder")
+        return {
+            name: "file" if isinstance(value, bytes) else "folder"
+            for name, value in sorted(found.items())
+        }
+
+    def open(self, key: str) -> BinaryIO:
+        return io.BytesIO(self._bytes(key))
+
+    def size(self, key: str) -> int:
+        return len(self._bytes(key))
+
+    def local(self, key: str) -> Path | None:
+        return None
+
+    def _bytes(self, key: str) -> bytes:
+        found = self._find(key)
+        if not isinstance(found, bytes):
+            raise NotThere(f"{self.place(key)} cannot be read: there is no such file")
+        return found
+
+    def _find(self, key: str) -> Embedded | bytes | None:
+        found: Embedded | bytes | None = self.data
+        for part in key.split("/") if key else ():
+            if found is None or isinstance(found, bytes):
+                return None
+            found = found.get(part)
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class UrlStore:
+    """Anything that fsspec can read: `url` as a user writes it, `options` for its file system.
+
+    With `path`, `url` is for messages only, and `protocol` and `path` say where to go: a path may
+    have characters that mean something in a URL. Listings may be remembered by the file system.
+    """
+
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    protocol: str | None = None
+    path: str | None = None
+    # Of this process: file systems have threads and sockets, which neither fork nor pickle.
+    _system: tuple[int, Any, str] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def identity(self) -> str:
+        options = sorted((key, repr(value)) for key, value in self.options.items())
+        return f"url:{self.url}:{options}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UrlStore) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (UrlStore, (self.url, self.options, self.protocol, self.path))
+
+    def place(self, key: str) -> str:
+        shown = redact(self.url)
+        return f"{shown.rstrip('/')}/{key}" if key else shown
+
+    def kind(self, key: str) -> Kind | None:
+        try:
+            with named(f"{self.place(key)} cannot be looked at"):
+                system, path = self._at(key)
+                return _kind(system.info(path))
+        except NotThere:
+            return None
+
+    def entries(self, key: str) -> dict[str, Kind]:
+        found: dict[str, Kind] = {}
+        with named(f"{self.place(key)} cannot be listed"):
+            system, path = self._at(key)
+            for entry in cast("list[dict[str, Any]]", system.ls(path, detail=True)):
+                whole = str(entry["name"]).rstrip("/")
+                name = whole.rpartition("/")[2]
+                if whole.strip("/") == path.strip("/"):
+                    continue  # a folder can be marked by an empty object of its own name
+                if name in ("", ".", ".."):
+                    raise DataError(f"{redact(whole)} has a name that no file here can have")
+                found[name] = _kind(entry)
+        return dict(sorted(found.items()))
+
+    def open(self, key: str) -> BinaryIO:
+        what = f"{self.place(key)} cannot be read"
+        with named(what):
+            system, path = self._at(key)
+            raw = system.open(path, "rb")
+        return cast("BinaryIO", io.BufferedReader(_Reader(raw, what), 1 << 17))
+
+    def size(self, key: str) -> int:
+        with named(f"{self.place(key)} cannot be looked at"):
+            system, path = self._at(key)
+            return int(system.info(path)["size"])
+
+    def local(self, key: str) -> Path | None:
+        return None
+
+    def _at(self, key: str) -> tuple[Any, str]:
+        """The file system of this process, and the path in it."""
+        if self._system is None or self._system[0] != os.getpid():
+            self._system = (os.getpid(), *self._connect())
+        _, system, root = self._system
+        if not key:
+            return system, root
+        # A path of a web server is a URL itself.
+        asked = quote(key) if root.startswith(("http://", "https://")) else key
+        return system, f"{root.rstrip('/')}/{asked}"
+
+    def _connect(self) -> tuple[Any, str]:
+        import fsspec  # nothing before needs it, and it takes its time
+
+        try:
+            if self.protocol is not None and self.path is not None:
+                return fsspec.filesystem(self.protocol, **self.options), self.path  # pyright: ignore[reportUnknownMemberType]
+            return cast("tuple[Any, str]", fsspec.url_to_fs(self.url, **self.options))  # pyright: ignore[reportUnknownMemberType]
+        except ImportError as error:
+            scheme = self.protocol or self.url.rpartition("::")[2].partition("://")[0]
+            extra = _EXTRAS.get(scheme)
+            raise UsageError(
+                f"{redact(self.url)} needs a package: {error}",
+                hint=None if extra is None else f"pip install '{extra}'",
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"{redact(self.url)} cannot be opened: {redact(str(error))[:500]}",
+                hint="give a folder, or a URL and options that fsspec knows: "
+                "s3://bucket/folder, gs://..., https://...",
+            ) from None
+
+
+def _kind(info: Mapping[str, Any]) -> Kind:
+    return "folder" if info["type"] == "directory" else "file"
+
+
+class _Reader(io.RawIOBase):
+    """A file behind a URL; what goes wrong with it says which file it was."""
+
+    def __init__(self, raw: Any, what: str) -> None:  # noqa: ANN401
+        self._raw, self._what = raw, what
+        self.size: int | None = getattr(raw, "size", None)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._raw.seekable())
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401
+        with named(self._what):
+            data = self._raw.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        with named(self._what):
+            return int(self._raw.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._raw.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._raw.close()
+        super().close()
+
+
+def is_url(place: str) -> bool:
+    """Whether it is for fsspec; else it is a path of this machine."""
+    return "://" in place or "::" in place
+
+
+def store_at(place: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
+    """The store of a path or fsspec URL. Touches nothing. Raises UsageError."""
+    text = os.fspath(place)
+    if isinstance(place, str) and is_url(text) and not text.startswith("file://"):
+        return UrlStore(text, dict(options or {}))
+    if options:
+        raise UsageError(
+            f"{text!r} is a path of this machine, which takes no options",
+            hint=f"leave out {', '.join(sorted(options))}",
+        )
+    path = os.path.expanduser(text.removeprefix("file://"))
+    if not path or "\0" in path:
+        raise UsageError(f"{text!r} is no path", hint="give a folder, a file, or a URL")
+    return LocalStore(os.path.abspath(path))

@@ -1,0 +1,320 @@
+"""Data.toml files: what loads, and what is told of those that do not."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.core.errors import RegistryError, UsageError
+from manyhands.data.drivers import DRIVERS, open_storage
+from manyhands.data.project import EXAMPLE, make_project, parse_project, read_project
+from manyhands.data.registry import dataset
+
+VERSION_0 = """
+# As files were before names had a '/'.
+data_config_version=0
+
+[[datasets]]
+description="A greeting"
+name="a_greeting"
+uuid="e0ad7f5c-4d9e-4f37-8f0c-cb0f6c7e4b52"
+
+    [datasets.storage]
+    driver="FileSystem"
+    type="Blob"
+    path="@__DIR__/content/hello.txt"
+
+[[datasets]]
+name="a_tree"
+uuid="e0ad7f5c-4d9e-4f37-8f0c-cb0f6c7e4b52"
+anything={else=["is", "kept"]}
+
+    [datasets.storage]
+    driver="FileSystem"
+    type="BlobTree"
+    path="@__DIR__/content"
+"""
+VERSION_1 = """
+data_config_version=1
+
+[[datasets]]
+name="group/a_greeting"
+uuid="71f5a1a9-2c39-4bd4-9f42-2f2e8a7c5d11"
+tags=["text", "small"]
+
+    [datasets.storage]
+    driver="FileSystem"
+    type="Blob"
+    path="@__DIR__/content/hello.txt"
+
+[[datasets]]
+name="embedded"
+uuid="71f5a1a9-2c39-4bd4-9f42-2f2e8a7c5d11"
+
+    [datasets.storage]
+    driver="TomlDataStorage"
+    type="FileTree"
+
+        [datasets.storage.data.d01]
+        "b.txt" = "MSBi"
+        "token" = "MSBh"
+
+[[datasets]]
+name="from_elsewhere"
+uuid="0a3bb8a0-77f1-4c51-b6ac-0c0a4a0d7c95"
+
+    [datasets.storage]
+    driver="SomeJuliaStorage"
+    type="Blob"
+    data="whatever it likes"
+
+[[drivers]]
+type="storage"
+name="SomeJuliaStorage"
+
+    [drivers.module]
+    name="SomeJuliaPackage"
+    uuid="5f3c9d3b-8d5b-4d36-bd8b-5e3a2f7cf1a4"
+"""
+
+
+def problems(config):
+    with pytest.raises(RegistryError) as caught:
+        make_project(config, "F")
+    return caught.value.problems
+
+
+def entry(**changes):
+    made = {"name": "n", "uuid": "71f5a1a9-2c39-4bd4-9f42-2f2e8a7c5d11"}
+    made["storage"] = {"driver": "FileSystem", "path": "/x"}
+    made |= changes
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def test_version_0(folder):
+    file = folder.parent / "Data.toml"
+    file.write_text(VERSION_0)
+    assert dataset("a_greeting", project=file).open().read_text() == "Hello\n"
+    tree = dataset("a_tree", project=folder.parent)  # a folder has its Data.toml
+    assert tree.conf["anything"] == {"else": ["is", "kept"]}
+    assert tree.open()["d/e"].keys() == ["empty"]
+
+
+def test_version_1(folder):
+    file = folder.parent / "Data.toml"
+    file.write_text(VERSION_1)
+    assert dataset("group/a_greeting", project=file).open().read_bytes() == b"Hello\n"
+    assert dataset("embedded#d01/b.txt", project=file).open().read_text() == "1 b"
+    assert dataset("embedded#d01", project=file).open().keys() == ["b.txt", "token"]
+    elsewhere = dataset("from_elsewhere", project=file)  # is known, and cannot be opened
+    assert elsewhere.storage["data"] == "whatever it likes"
+    with pytest.raises(RegistryError, match="Julia package 'SomeJuliaPackage'"):
+        elsewhere.open()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(2, "newer"), (-1, "expected 0 or 1"), (True, "whole number"), ("1", "whole number")],
+)
+def test_versions_that_are_none_of_ours(version, said):
+    (problem,) = problems({"data_config_version": version, "datasets": []})
+    assert said in problem
+
+
+def test_version_0_has_no_groups():
+    (problem,) = problems({"data_config_version": 0, "datasets": [entry(name="a/b")]})
+    assert "entry 1 ('a/b'), name" in problem
+    assert "data_config_version 0" in problem
+
+
+def test_everything_that_is_wrong_is_told_at_once():
+    wrong = {
+        "datasets": [
+            entry(name=None),
+            entry(name="a b", uuid="b498f769"),
+            entry(uuid=5, storage="s3://b"),
+            entry(description=["x"], tags=["x", 1]),
+            entry(storage={"driver": 3}),
+            entry(),
+            entry(),
+            "no table",
+        ],
+        "drivers": [{"type": "storage", "module": {"name": "X"}}, 4],
+    }
+    said = problems(wrong)
+    for line, expected in zip(
+        said,
+        [
+            "Data.toml, data_config_version: is missing",
+            "entry 1, name: is missing",
+            "entry 2 ('a b'), name: 'a b' is not made of",
+            "entry 2 ('a b'), uuid: 'b498f769' is no UUID",
+            "entry 3 ('n'), uuid: expected text in quotes, got 5",
+            "entry 3 ('n'), storage: expected a table, got 's3://b'",
+            "entry 4 ('n'), description: expected text in quotes, got a list",
+            "entry 4 ('n'), tags: expected text in quotes, got 1",
+            "entry 5 ('n'), storage, driver: expected text in quotes, got 3",
+            "entry 7 ('n'), name: is there twice",
+            "entry 8: expected a table",
+            "driver 1, name: is missing",
+            "driver 1, module, uuid: is missing",
+            "driver 2: expected a table",
+        ],
+        strict=True,
+    ):
+        assert line.startswith(expected)
+
+
+def test_an_error_names_the_file_and_an_example(tmp_path):
+    file = tmp_path / "Data.toml"
+    file.write_text("data_config_version = 1\n")
+    with pytest.raises(RegistryError) as caught:
+        read_project(file)
+    assert str(file) in str(caught.value)
+    assert str(EXAMPLE) in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"datasets = [", "not valid TOML"),
+        (b"\xff", "not UTF-8"),
+        (b"a = 1" + b"0" * 5000, "not valid TOML"),
+        (b"a = " + b"[" * 5000, "not valid TOML"),
+        (b"a" + b".a" * 50_000 + b" = 1", "too deep"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, text, said):
+    (tmp_path / "Data.toml").write_bytes(text)
+    with pytest.raises(RegistryError, match=said):
+        read_project(tmp_path / "Data.toml")
+
+
+def test_a_folder_in_the_place_of_the_file(tmp_path):
+    with pytest.raises(RegistryError, match="cannot be read"):
+        read_project(tmp_path)
+
+
+def test_dir_is_the_folder_of_the_file(tmp_path):
+    made = parse_project(VERSION_0.replace('"is"', '"@__DIR__"'), tmp_path / 'a "b"' / "Data.toml")
+    assert made.entries["a_tree"].storage["path"] == str(tmp_path / 'a "b"' / "content")
+    assert made.entries["a_tree"].conf["anything"]["else"][0] == str(tmp_path / 'a "b"')
+
+
+def test_the_example_is_good():
+    made = read_project(EXAMPLE)
+    assert {"imagenet_local", "imagenet"} <= set(made.entries)
+    for one in made.entries.values():
+        assert open_storage(one.storage, one.name).kind is not None
+    used = {one.storage["driver"] for one in made.entries.values()}
+    assert used == set(DRIVERS) - {"JuliaHubDataRepo"}
+    assert dataset("examples/greeting#hello.txt", project=made).open().read_text() == "Hello\n"
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        {"driver": "S3", "bucket": "b", "key": "AKIA"},
+        {"driver": "S3", "bucket": "b", "aws_secret_access_key": "x"},
+        {"driver": "S3", "bucket": "b", "endpoint_url": "https://u:p@h"},
+        {"driver": "fsspec", "url": "ftp://user:pass@host/x"},
+        {"driver": "fsspec", "url": "simplecache::https://host/x?X-Amz-Signature=1"},
+        {"driver": "fsspec", "url": "gs://x", "options": {"token": "abc"}},
+        {"driver": "fsspec", "url": "gs://x", "options": {"a": [{"apiKey": "abc"}]}},
+        {"driver": "fsspec", "url": "x://x", "options": {"password": 5}},
+        {"driver": "TomlDataStorage", "data": {}, "token": "x"},
+        {"driver": "Unknown", "credentials": {"secret": "x"}},
+    ],
+)
+def test_secrets_are_refused(storage):
+    with pytest.raises(RegistryError) as caught:
+        make_project({"data_config_version": 1, "datasets": [entry(storage=storage)]}, "F")
+    (problem,) = caught.value.problems
+    assert problem.startswith("entry 1 ('n'), storage.")
+    assert "secret" in problem
+    assert "environment" in caught.value.hint
+    assert "AKIA" not in str(caught.value)
+    assert "pass@" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        {"driver": "fsspec", "url": "gs://public", "options": {"token": "anon"}},
+        {"driver": "fsspec", "url": "sftp://host/x", "options": {"key_file": "~/.ssh/id"}},
+        {"driver": "fsspec", "url": "https://host/x?page=1", "options": {"monkey": "see"}},
+        {"driver": "TomlDataStorage", "data": {"key": "eA==", "password": {"token": "eA=="}}},
+    ],
+)
+def test_what_is_no_secret_is_not_refused(storage):
+    make_project({"data_config_version": 1, "datasets": [entry(storage=storage)]})
+
+
+KEYS = st.sampled_from(
+    [
+        *("name", "uuid", "storage", "driver", "type", "path", "data", "bucket", "prefix", "url"),
+        *("options", "cache", "folder", "anon", "datasets", "drivers", "module", "description"),
+        *("data_config_version", "tags", "region", "endpoint_url", "profile"),
+    ]
+)
+TEXTS = st.one_of(
+    st.sampled_from([*DRIVERS, "Blob", "BlobTree", "storage", "n", "a/b", "s3://b", "memory://x"]),
+    st.just("71f5a1a9-2c39-4bd4-9f42-2f2e8a7c5d11"),
+    st.text(max_size=8),
+)
+VALUES = st.recursive(
+    st.one_of(TEXTS, st.booleans(), st.integers(-1, 3), st.none(), st.floats()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.one_of(KEYS, TEXTS), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+ENTRIES = st.fixed_dictionaries(
+    {"name": TEXTS, "uuid": TEXTS, "storage": st.dictionaries(KEYS, VALUES, max_size=6)}
+)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=6), st.lists(ENTRIES, max_size=3))
+def test_any_table_is_a_project_or_a_usage_error(config, entries):
+    for made in (config, config | {"data_config_version": 1, "datasets": entries}):
+        try:
+            project = make_project(made)
+        except UsageError:
+            continue
+        assert all(one.uuid and one.name for one in project.entries.values())
+
+
+@given(st.sampled_from(sorted(DRIVERS)), st.dictionaries(KEYS, VALUES, max_size=6))
+def test_any_storage_is_a_store_or_a_usage_error(driver, storage):
+    said = None
+    try:
+        open_storage(storage | {"driver": driver}, "F: 'n'")
+    except RegistryError as error:
+        said = error.problems
+    assert said is None or (said and all(one.startswith("storage.") for one in said))
+
+
+@given(st.text(st.sampled_from(VERSION_1 + "\x00é"), max_size=200))
+def test_any_text_is_a_project_or_a_usage_error(text):
+    try:
+        parse_project(text, Path("Data.toml"))
+    except UsageError:
+        return
+    assert "datasets" in tomllib.loads(text)
+
+
+@given(st.data())
+def test_a_file_with_a_slip_of_the_pen(data):
+    place = data.draw(st.integers(0, len(VERSION_1)))
+    end = data.draw(st.integers(place, min(place + 30, len(VERSION_1))))
+    put = data.draw(st.text(st.sampled_from('[]"=.a1\n#{}@\\'), max_size=3))
+    said = "Data.toml"
+    try:
+        parse_project(VERSION_1[:place] + put + VERSION_1[end:], Path("Data.toml"))
+    except UsageError as error:
+        said = str(error)
+    assert said.startswith("Data.toml")
