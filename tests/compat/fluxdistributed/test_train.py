@@ -105,7 +105,7 @@ def test_a_device_without_rows_takes_the_statistics_of_the_others():
     alone, _ = trained(normed(), table, ["cpu"], 4, options={"cycles": 1})
     assert same(setup.models[0], alone.models[0])
     assert same(setup.models[1], alone.models[0])
-    assert setup.models[1].state_dict()["1.num_batches_tracked"] == 1
+    assert setup.models[1].state_dict()["2.num_batches_tracked"] == 1
 
 
 def test_buffers_that_nobody_writes_stay_what_they_are():
@@ -255,7 +255,7 @@ def test_a_torch_scheduler_turns_the_rates_of_all_replicas(num_devices):
 def test_a_plateau_is_measured_by_the_evaluation():
     model, table = mlp(), data()
     opt = torch.optim.SGD(model.parameters(), lr=1e-9)  # so nothing gets better
-    sched = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0, threshold=1e-3)
+    sched = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0, eps=0.0, threshold=0.01)
     setup, _ = trained(
         *(model, table, ["cpu"] * 2, 4, opt),
         options={"cycles": 6},

@@ -9,17 +9,27 @@ import torch
 
 from manyhands.stages.carrier import Carrier
 
-_PLAIN = 3  # rows, loss, done
+_PLAIN = 2  # loss, done
 
 
 class Verdict(NamedTuple):
-    """Sums over all devices: the same on each of them."""
+    """What all have said: the same on each of them."""
 
-    rows: int
-    loss: float  # mean over the rows
+    rows: tuple[int, ...]  # of each rank
+    loss: float  # mean over all rows
     done: int  # how many have nothing more to do
     short: tuple[int, ...]  # ranks of those that ran out of memory
     used: list[bool]  # leaves, by any device
+
+    @property
+    def total(self) -> int:
+        """The rows of all."""
+        return sum(self.rows)
+
+    @property
+    def first(self) -> int:
+        """The first rank that has rows."""
+        return next(rank for rank, rows in enumerate(self.rows) if rows)
 
 
 def vote(
@@ -33,19 +43,21 @@ def vote(
     used: Sequence[bool] = (),
 ) -> Verdict:
     """Before a step is taken. All devices call it; `loss` is the mean of this one's rows."""
-    ballot = torch.zeros(_PLAIN + carrier.size + num_leaves, dtype=torch.float64)
-    ballot[0], ballot[1], ballot[2] = rows, loss * rows, done
-    ballot[_PLAIN + carrier.rank] = short
+    world = carrier.size
+    ballot = torch.zeros(_PLAIN + 2 * world + num_leaves, dtype=torch.float64)
+    ballot[0], ballot[1] = loss * rows, done
+    ballot[_PLAIN + carrier.rank] = rows
+    ballot[_PLAIN + world + carrier.rank] = short
     if used:
-        ballot[_PLAIN + carrier.size :] = torch.tensor(used, dtype=torch.float64)
-    counted = _counted(carrier, ballot)
-    total, summed, ended, *rest = counted
+        ballot[_PLAIN + 2 * world :] = torch.tensor(used, dtype=torch.float64)
+    summed, ended, *rest = _counted(carrier, ballot)
+    each = tuple(int(count) for count in rest[:world])
     return Verdict(
-        rows=int(total),
-        loss=summed / total if total else 0.0,
+        rows=each,
+        loss=summed / max(1, sum(each)),
         done=int(ended),
-        short=tuple(rank for rank in range(carrier.size) if rest[rank]),
-        used=[bool(count) for count in rest[carrier.size :]],
+        short=tuple(rank for rank in range(world) if rest[world + rank]),
+        used=[bool(count) for count in rest[2 * world :]],
     )
 
 

@@ -57,7 +57,7 @@ class Slot:
 
     @torch.no_grad()
     def weigh(self, weight: float, *, first: bool) -> None:
-        """Make this slot's part of the whole; what cannot be averaged is the first device's."""
+        """Make this slot's part of the whole; what cannot be averaged is the `first` device's."""
         for flat in self._views.flats.values():
             if not flat.is_floating_point():
                 if not first:

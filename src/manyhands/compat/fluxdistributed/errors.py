@@ -13,7 +13,7 @@ from manyhands.core.errors import ManyhandsError
 
 
 class TrainingBroken(ManyhandsError):
-    """The devices cannot go on together; what each holds is the state of the last common step."""
+    """The devices cannot go on together."""
 
 
 class NotSynced(TrainingBroken):

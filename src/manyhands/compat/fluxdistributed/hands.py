@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
 
 from manyhands.collectives.backend.open import open_group
-from manyhands.collectives.threads import start_thread
 from manyhands.compat.fluxdistributed.devices import cores_for
 from manyhands.compat.fluxdistributed.errors import Bystander
 from manyhands.core.errors import LinkError
@@ -37,25 +37,44 @@ def run_hands(
     """
     hands = _Hands(devices, act, timeout_s)
     threads = [
-        start_thread(lambda rank=rank: hands.run(rank), f"device {rank} ({device})")
+        threading.Thread(
+            target=hands.run, args=(rank,), name=f"device {rank} ({device})", daemon=True
+        )
         for rank, device in enumerate(devices)
     ]
-    try:
+    with _divided(len(devices)):
         for thread in threads:
-            thread.join()
-    except BaseException:  # Ctrl-C, most likely
-        hands.stop()
-        for thread in threads:
-            thread.join()
-        raise
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C, most likely
+            hands.stop()
+            for thread in threads:
+                thread.join()
+            raise
     return hands.results()
+
+
+@contextmanager
+def _divided(num_devices: int) -> Generator[None]:
+    """Threads that are started inside have so many cores each that all have some.
+
+    torch keeps the number for each thread, and one for threads to come; MKL has one for all. Sums
+    of a matrix product depend on it, so it must not change while devices compute.
+    """
+    number = torch.get_num_threads()
+    torch.set_num_threads(cores_for(num_devices, number))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
 
 
 class _Hands(Generic[T]):
     def __init__(self, devices: Sequence[torch.device], act: Act[T], timeout_s: float) -> None:
         self._devices, self._act, self._timeout_s = devices, act, timeout_s
         self._where = f"local:///devices-{secrets.token_hex(8)}"
-        self._num_cores = cores_for(len(devices), torch.get_num_threads())
         self._lock = threading.Lock()
         self._made: dict[int, T] = {}
         self._errors: list[Exception] = []  # the first one is the cause of the others
@@ -63,8 +82,6 @@ class _Hands(Generic[T]):
         self._stopped = False
 
     def run(self, rank: int) -> None:
-        # `start_thread` has seen to it that this changes nothing elsewhere.
-        torch.set_num_threads(self._num_cores)
         try:
             made = self._joined(rank)
         except Exception as error:  # noqa: BLE001  (it is raised by `results`)
@@ -82,7 +99,11 @@ class _Hands(Generic[T]):
             self._where, rank=rank, world=world, timeout_s=self._timeout_s, meet_s=MEET_S
         )
         try:
-            return self._acted(rank, GroupCarrier(group, self._devices[rank]))
+            carrier = GroupCarrier(group, self._devices[rank])
+            # A group starts threads, and sets their number of cores: nobody computes before all
+            # groups are open.
+            carrier.sum(torch.zeros(1), range(world)).wait()
+            return self._acted(rank, carrier)
         finally:
             group.shutdown()
 

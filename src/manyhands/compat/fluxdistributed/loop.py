@@ -9,6 +9,7 @@ Threads of one process and processes of many run the same loop: `everybody` is w
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -80,8 +81,9 @@ class Replica:
     def load(self, tree: Any) -> None:  # noqa: ANN401
         """What `state` gave."""
         self.model.load_state_dict(tree["model"])
-        self.optimizer.load_state_dict(tree["optimizer"])
-        self.pace.load(tree["pace"])
+        # An optimizer takes tensors as they are, and another replica may have taken these.
+        self.optimizer.load_state_dict(copy.deepcopy(tree["optimizer"]))
+        self.pace.load(copy.deepcopy(tree["pace"]))
 
 
 @dataclass(kw_only=True)
@@ -130,33 +132,41 @@ class Loop:
 
     def _step(self, batch: Batch) -> float | None:
         """The loss over all devices; None if the step was skipped."""
-        replica, step = self._replica, self._now.step
-        replica.pace.before(step)
-        while True:
-            before = Kept(replica.model)
-            verdict = self._attempt(batch, before)
-            if not verdict.short:
-                break
+        replica = self._replica
+        replica.pace.before(self._now.step)
+        before = Kept(replica.model)
+        try:
+            verdict = self._agreed(batch, before)
+        except BaseException:
+            before.restore(replica.model)  # as after the last step, which all have
+            raise
+        if verdict is not None:
+            self._apply()
+            self._rows_since += verdict.total
+        replica.pace.after()
+        return None if verdict is None else verdict.loss
+
+    def _agreed(self, batch: Batch, before: Kept) -> Verdict | None:
+        """The mean gradient of all devices is in the slot; None if there is nothing to apply."""
+        replica = self._replica
+        while (verdict := self._attempt(batch, before)).short:
             before.restore(replica.model)
             give_back(replica.device)
             if not self._try_again(verdict):
-                replica.pace.after()
                 return None
+        if not verdict.total:
+            return None  # all its samples are bad
         slot = replica.slot
-        slot.weigh(batch.rows / verdict.rows, first=self._crew.rank == 0)
+        slot.weigh(batch.rows / verdict.total, first=self._everybody.rank == verdict.first)
         slot.add_up(self._everybody, verdict.used)
-        self._check(before)
-        self._apply()
-        replica.pace.after()
-        self._rows_since += verdict.rows
-        return verdict.loss
+        self._check()
+        return verdict
 
     def _attempt(self, batch: Batch, before: Kept) -> Verdict:
         replica, own, value = self._replica, None, 0.0
         try:
             value = self._computed(batch, before)
         except Exception as error:
-            before.restore(replica.model)
             if not is_out_of_memory(error):
                 raise
             own = error
@@ -230,11 +240,10 @@ class Loop:
         )
         return False
 
-    def _check(self, before: Kept) -> None:
+    def _check(self) -> None:
         gradients = self._replica.slot.gradients()
         bad = [name for name, gradient in gradients.items() if check_nans(gradient)]
         if bad:
-            before.restore(self._replica.model)
             raise BadGradient(
                 f"the mean gradient of step {self._now.step} has NaNs, in {len(bad)} of "
                 f"{len(gradients)} tensors: {', '.join(bad[:4])}",

@@ -96,20 +96,19 @@ def syncgrads(group: ManyhandsGroup, *, verbose: bool = False) -> Synced:
         layout = msgspec.json.decode(everybody.say(None, 1), type=Layout)
     except msgspec.DecodeError as error:
         raise Malformed(f"worker 1 told no layout of a model: {error}") from None
-    slot, steps, skipped = Slot(layout, _CPU), 0, 0
+    slot, steps = Slot(layout, _CPU), 0
     while True:
         verdict = vote(everybody, len(layout.leaves))
         if verdict.done:
             break
-        if verdict.short:
-            skipped += 1
+        if verdict.short or not verdict.total:
             continue
         slot.weigh(0.0, first=False)
         slot.add_up(everybody, verdict.used)
         confirm(everybody)
         steps += 1
         if verbose:
-            sys.stderr.write(f"step {steps}: {verdict.rows} rows, loss {verdict.loss:.6g}\n")
+            sys.stderr.write(f"step {steps}: {verdict.total} rows, loss {verdict.loss:.6g}\n")
     tree = share(everybody, None, 1)
     return Synced(
         steps=tree["steps"], skipped=tree["skipped"], state=tree["model"], history=tree["history"]
