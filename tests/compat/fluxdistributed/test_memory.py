@@ -69,7 +69,8 @@ def fails_on(setup, rank, steps, kind="gpu"):
 
 def prepared(opt=SGD, num_devices=3, **options):
     table = data(72, dtype=torch.float32)
-    return prepare_training(Greedy(), table, ["cpu"] * num_devices, opt, 4, **{"cycles": 6, **options})
+    options = {"cycles": 6, **options}
+    return prepare_training(Greedy(), table, ["cpu"] * num_devices, opt, 4, **options)
 
 
 @pytest.mark.parametrize("kind", ["gpu", "python", "cpu"])

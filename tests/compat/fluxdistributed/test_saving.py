@@ -75,9 +75,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_with_dropout_and_a_torch_sc
         return *prepare_training(model, table(), ["cpu"], opt, 8, cycles=12), sched
 
     whole, buffer, sched = made()
-    expected = train(
-        F.cross_entropy, whole, buffer, sched=sched, log_every=1, logger=quiet
-    )
+    expected = train(F.cross_entropy, whole, buffer, sched=sched, log_every=1, logger=quiet)
     first, buffer, sched = made()
     first.steps = 5
     train(F.cross_entropy, first, buffer, sched=sched, save=tmp_path, logger=quiet)
@@ -152,7 +150,8 @@ def test_what_was_skipped_and_split_is_remembered(tmp_path):
 
 def test_true_begins_anew_where_there_is_nothing_and_a_folder_must_have_something(tmp_path):
     setup, buffer = prepared()
-    assert train(F.cross_entropy, setup, buffer, save=tmp_path, resume=True, logger=quiet).steps == 14
+    result = train(F.cross_entropy, setup, buffer, save=tmp_path, resume=True, logger=quiet)
+    assert result.steps == 14
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         train(F.cross_entropy, setup, buffer, resume=tmp_path / "other", logger=quiet)
     with pytest.raises(UsageError, match="no weights"):
@@ -174,9 +173,7 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path, caplog):
     newest = sorted(tmp_path.glob("*.safetensors"))[-1]
     newest.write_bytes(newest.read_bytes()[:-8])
     again, buffer = prepared()
-    result = train(
-        F.cross_entropy, again, buffer, resume=tmp_path, log_every=1, logger=quiet
-    )
+    result = train(F.cross_entropy, again, buffer, resume=tmp_path, log_every=1, logger=quiet)
     assert result.history[0]["step"] == 11
     assert same(again.models[0], setup.models[0])
     assert any("is passed over" in record.message for record in caplog.records)

@@ -62,7 +62,7 @@ def test_classes_keeps_rows_of_these_ids_which_stay_what_they_are(classes):
 
 def test_classes_of_a_table_that_says_its_labels_or_has_one_hot_rows():
     class Says:
-        targets = [2, 0, 2]
+        targets = (2, 0, 2)
 
         def __len__(self):
             return 3

@@ -36,7 +36,7 @@ from manyhands.core.errors import LinkError, UsageError
 from manyhands.links.hub import Hub
 
 WORKERS = 4
-GRACE_S = 10.0  # for workers to end by themselves once one has failed
+GRACE_S = 30.0  # for workers to end by themselves once one has failed
 _RANK, _NUMBER, _URL, _LINE = (
     f"MANYHANDS_FLUX_{name}" for name in ("WORKER", "WORKERS", "URL", "LINE")
 )
@@ -72,7 +72,7 @@ def start(
     with Hub("127.0.0.1:0", insecure=False) as hub:
         where = f"{hub.address.code()}?run={run}"
         crew = _Crew(_own_command(), workers, where)
-        synced = crew.run(lambda: _sync(where, workers, verbose), hub.close)
+        synced = crew.run(lambda met: _sync(where, workers, verbose, met), hub.close)
     return Result(
         models=[(torch.device("cpu"), model_of(model, synced))],
         steps=synced.steps,
@@ -81,8 +81,9 @@ def start(
     )
 
 
-def _sync(where: str, workers: int, verbose: bool) -> Synced:
+def _sync(where: str, workers: int, verbose: bool, met: Callable[[], None]) -> Synced:
     group = connect(where, rank=0, workers=workers)
+    met()
     try:
         return syncgrads(group, verbose=verbose)
     finally:
@@ -157,44 +158,49 @@ class _Crew:
     _children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict[int, Any])
     _ends: queue.SimpleQueue[_End] = field(default_factory=queue.SimpleQueue[_End])
     _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
+    _met: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, sync: Callable[[], Synced], hang_up: Callable[[], None]) -> Synced:
+    def run(
+        self, sync: Callable[[Callable[[], None]], Synced], hang_up: Callable[[], None]
+    ) -> Synced:
         """Start them, `sync` with them in a thread, and wait for all. Raises WorkersFailed.
 
-        `hang_up` ends a `sync` that waits for workers which will not come.
+        `sync` calls what it is given when all workers are there; `hang_up` ends it if they will not
+        come.
         """
         made: list[Synced] = []
         errors: list[Exception] = []
 
         def own() -> None:
             try:
-                made.append(sync())
+                made.append(sync(self._met.set))
             except Exception as error:  # noqa: BLE001  (it is raised below)
                 errors.append(error)
             self._ends.put(_End(0, 1 if errors else 0))
 
         line, held = os.pipe()
+        ends: list[_End] = []
         try:
             for worker in range(1, self.num_workers + 1):
                 self._start(worker, line)
             os.close(line)
             self._thread(own, "syncgrads")
-            failed = self._wait()
+            ends = self._wait()
         finally:
-            self._end_all()
+            made_to_end = self._end_all()
             os.close(held)
             hang_up()
             for thread in self._threads:
                 thread.join()
-        if failed:
-            said = ", ".join(f"worker {end.worker} {_said(end.code)}" for end in failed)
-            cause = errors[0] if errors else None
+        failed = [end for end in ends if end.worker and end.code]
+        if failed or errors:
+            said = [f"worker {end.worker} {_said(end.code)}" for end in failed]
+            said += [f"worker {worker} was made to end" for worker in made_to_end]
+            why = errors[0] if errors else None
             raise WorkersFailed(
-                said,
-                hint="what a worker said is on stderr; go on from a checkpoint with resume=True",
-            ) from cause
-        if errors:
-            raise errors[0]
+                ", ".join(said) + (f": {why}" if why is not None and self._met.is_set() else ""),
+                hint="what a worker said is on stderr; resume=True goes on from a checkpoint",
+            ) from why
         return made[0]
 
     def _start(self, worker: int, line: int) -> None:
@@ -214,31 +220,33 @@ class _Crew:
         self._thread(wait, f"wait for worker {worker}")
 
     def _wait(self) -> list[_End]:
-        """Until all have ended; after a failure, as long as they end by themselves.
-
-        Those workers that failed, first to last.
+        """How those ended that have, first to last: all, or after a failure those that did by
+        themselves. If it was before all had met, the others would wait in vain.
         """
         left, ends, failed = set(range(self.num_workers + 1)), list[_End](), False
         while left:
+            grace_s = GRACE_S if self._met.is_set() else 0.0
             try:
-                end = self._ends.get(timeout=GRACE_S if failed else None)
+                end = self._ends.get(timeout=grace_s if failed else None)
             except queue.Empty:
                 break
             left.discard(end.worker)
             ends.append(end)
             failed = failed or end.code != 0
-        return [end for end in ends if end.worker and end.code]
+        return ends
 
-    def _end_all(self) -> None:
-        for child in self._children.values():
-            if child.poll() is None:
-                child.terminate()
-        for child in self._children.values():
+    def _end_all(self) -> list[int]:
+        """The workers that had to be told."""
+        told = [worker for worker, child in self._children.items() if child.poll() is None]
+        for worker in told:
+            self._children[worker].terminate()
+        for worker in told:
             try:
-                child.wait(GRACE_S)
+                self._children[worker].wait(GRACE_S)
             except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+                self._children[worker].kill()
+                self._children[worker].wait()
+        return told
 
     def _thread(self, act: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=act, name=name, daemon=True)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO, cast
 
+import torch
 from torch import Tensor
 
 from manyhands.compat.fluxdistributed.metrics import ids_of
@@ -32,7 +33,7 @@ def showpreds(
         raise UsageError(f"{len(names)} names for {output.shape[1]} classes")
     stream = file or sys.stdout
     chances = output.detach().float().softmax(1).cpu()
-    order = chances.argsort(1, descending=True, stable=True)
+    order = torch.argsort(chances, dim=1, descending=True, stable=True)
     for row, right in enumerate(ids):
         stream.write(f"sample {row}\n")
         places = _list(order[row, :k])

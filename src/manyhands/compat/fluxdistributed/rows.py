@@ -38,7 +38,7 @@ def table_of(
 
 
 def tree_of(dataset: Any) -> Any:  # noqa: ANN401
-    """The tree of a data set: its name in the registry, a URL, a pathlib.Path, a DataSet, a tree."""
+    """The tree of a data set: by name in the registry, URL, pathlib.Path, or what it is itself."""
     if isinstance(dataset, str):
         from manyhands.data.blobs import BlobTree
         from manyhands.data.registry import dataset as find
