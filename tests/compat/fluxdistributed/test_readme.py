@@ -29,9 +29,10 @@ class Block(nn.Module):
 
 def small_resnet():
     torch.manual_seed(0)
-    shrink = nn.AvgPool2d(16, 16)  # digits have few details
-    blocks = Block(3, 16, 1), Block(16, 32, 2)
-    return nn.Sequential(shrink, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    shrink = nn.AvgPool2d(28)  # digits have few details
+    return nn.Sequential(
+        shrink, Block(3, 16, 1), Block(16, 32, 2), nn.Flatten(), nn.Linear(32 * 4 * 4, 10)
+    )
 
 
 def test_the_example_trains_a_small_resnet(imagenet, tmp_path, monkeypatch, capsys):
@@ -41,8 +42,6 @@ def test_the_example_trains_a_small_resnet(imagenet, tmp_path, monkeypatch, caps
         "range(1000)": "range(10)",
         "None,  # all GPUs": '["cpu", "cpu"],  # all GPUs',
         "96,  # rows": "10,  # rows",
-        "epochs=2": "epochs=5",
-        "lr=0.01": "lr=0.03",
     }.items():
         assert code.count(shown) == 1, shown
         code = code.replace(shown, here)
@@ -67,7 +66,7 @@ uuid = "c7b2f4de-9f1f-4c9c-8c57-1f6a3a5d2b10"
     names = {}
     exec(compile(code, "docs/fluxdistributed.md", "exec"), names)
     result = names["result"]
-    assert result.steps == 5 * 20  # 400 digits, 2 devices of 10
+    assert result.steps == 2 * 20  # 400 digits, 2 devices of 10
     first, last = result.history[0], result.history[-1]
     assert last["val/top1"] > 0.5  # of unseen digits; by chance it is a tenth
     assert last["val/top5"] > last["val/top1"]
@@ -76,4 +75,4 @@ uuid = "c7b2f4de-9f1f-4c9c-8c57-1f6a3a5d2b10"
     (_, one), (_, two) = result.models
     assert same(one, two)
     assert same(names["model"], small_resnet())  # replicas are copies
-    assert "step 100  train/loss" in capsys.readouterr().out
+    assert "step 40  train/loss" in capsys.readouterr().out
