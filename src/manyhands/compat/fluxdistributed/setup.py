@@ -1,0 +1,168 @@
+"""Setup: a model on several devices, ready to be trained on the rows of a table."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.compat.fluxdistributed.buffer import Buffer
+from manyhands.compat.fluxdistributed.devices import Device, resolve
+from manyhands.compat.fluxdistributed.optimizers import Opt, optimizer_for
+from manyhands.compat.fluxdistributed.rows import table_of
+from manyhands.compat.fluxdistributed.saving import Terms
+from manyhands.core.errors import UsageError
+from manyhands.data.calendar import Calendar
+from manyhands.data.source import Source
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """What `prepare_training` makes. The replicas are in `models`, one for each device."""
+
+    devices: tuple[torch.device, ...]
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+    opt: Opt
+    template: nn.Module
+    """The user's model, of which replicas are copies; it stays as it was."""
+    source: Source
+    """The table and the rows of a step, over all devices."""
+    steps: int
+    options: Options
+
+    @property
+    def batchsize(self) -> int:
+        """The rows of one device in a step."""
+        return self.options.batchsize
+
+    @property
+    def calendar(self) -> Calendar:
+        """Which rows of which epoch a step covers."""
+        return Calendar(self.source.size, self.source.batch, self.source.drop_last)
+
+    @property
+    def terms(self) -> Terms:
+        """What a checkpoint must be of."""
+        return Terms(size=self.source.size, rows=self.source.batch, seed=self.options.seed)
+
+    def optimize(self, opt: Opt) -> None:
+        """Other optimizers for the replicas as they are."""
+        pairs = [optimizer_for(opt, self.template, replica) for replica in self.models]
+        self.optimizers, self.opt = pairs, opt
+
+
+class Prepared(NamedTuple):
+    """`setup, buffer = prepare_training(...)`."""
+
+    setup: Setup
+    buffer: Buffer
+
+
+def prepare_training(
+    model: nn.Module,
+    key: Any,  # noqa: ANN401
+    devices: Sequence[Device] | Device | None = None,
+    opt: Opt | None = None,
+    batchsize: int | None = None,
+    *,
+    epochs: int | None = None,
+    cycles: int = 5,
+    classes: Iterable[int] | None = None,
+    buffersize: int = 5,
+    dataset: Any = "imagenet_local",  # noqa: ANN401
+    seed: int = 0,
+    transform: Callable[[Any], Any] | None = None,
+    drop_last: bool = False,
+) -> Prepared:
+    """A replica of `model`, an optimizer and a gradient buffer for each device.
+
+    `key`: the rows of `train_solutions`, whose pictures are in `dataset` (a name of the registry, a
+    path, or a tree), or any table of (x, label): a map-style torch data set. `batchsize` is that
+    of one device. The training has `epochs` epochs, each sample once in each, or without it
+    `cycles` steps. `classes` keeps rows of these ids only, which count from 0 and stay what they
+    are. `transform` makes x of what is read. Raises UsageError.
+
+    Call it in one thread; when it returns, everything is in place and nothing runs.
+    """
+    if opt is None or batchsize is None:
+        missing = "opt" if opt is None else "batchsize"
+        raise UsageError(
+            f"prepare_training without {missing}",
+            hint="prepare_training(model, key, devices, opt, batchsize): opt is a function of the "
+            "parameters or an optimizer, batchsize the rows of one device",
+        )
+    places = resolve(devices)
+    options = Options(
+        batchsize=batchsize,
+        epochs=epochs,
+        cycles=cycles,
+        classes=None if classes is None else tuple(classes),
+        buffersize=buffersize,
+        dataset=dataset,
+        seed=seed,
+        transform=transform,
+        drop_last=drop_last,
+    )
+    return prepare(model, key, places, opt, options, world=len(places))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `prepare_training` is told beside model, key, devices and optimizer."""
+
+    batchsize: int
+    epochs: int | None
+    cycles: int
+    classes: tuple[int, ...] | None
+    buffersize: int
+    dataset: Any
+    seed: int
+    transform: Callable[[Any], Any] | None
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        for name in ("batchsize", "buffersize", "cycles", "epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value}", hint="at least 1")
+
+
+def prepare(
+    model: nn.Module,
+    key: Any,  # noqa: ANN401
+    places: tuple[torch.device, ...],
+    opt: Opt,
+    options: Options,
+    *,
+    world: int,
+) -> Prepared:
+    """For those of `world` devices that this process has."""
+    table = table_of(
+        key,
+        dataset=options.dataset,
+        transform=options.transform,
+        classes=options.classes,
+        split="train",
+    )
+    source = Source(dataset=table, batch=options.batchsize * world, drop_last=options.drop_last)
+    calendar = Calendar(source.size, source.batch, source.drop_last)
+    epochs = options.epochs
+    # One by one, in this thread: whatever a copy or an optimizer draws, it draws in one order.
+    models = [copy.deepcopy(model).to(device) for device in places]
+    setup = Setup(
+        devices=places,
+        models=models,
+        optimizers=[optimizer_for(opt, model, replica) for replica in models],
+        opt=opt,
+        template=model,
+        source=source,
+        steps=options.cycles if epochs is None else epochs * calendar.rounds_per_epoch,
+        options=options,
+    )
+    return Prepared(setup, Buffer(model, places))

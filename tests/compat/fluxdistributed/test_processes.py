@@ -1,0 +1,275 @@
+"""Process mode: workers with a replica each, a main process that puts their gradients together."""
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from manyhands.compat.fluxdistributed import connect, getgrads, start, syncgrads
+from manyhands.compat.fluxdistributed.processes import worker_device
+from manyhands.core.errors import LinkError, UsageError
+from manyhands.testing.processes import end_tree
+from tests.compat.fluxdistributed.models import SGD, close, data, mlp, normed, quiet, same, trained
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+def together(model_of, workers=2, table=None, **options):
+    """syncgrads and getgrads, as threads: what each of them returned or raised, main first."""
+    where = f"local:///{secrets.token_hex(8)}"
+    table = data(52) if table is None else table
+
+    def act(rank):
+        group = connect(where, rank=rank, workers=workers, meet_s=60, timeout_s=60)
+        try:
+            if rank == 0:
+                return syncgrads(group)
+            return getgrads(
+                *(F.cross_entropy, model_of(rank), table, SGD, 4),
+                group=group,
+                device="cpu",
+                **{"logger": quiet, **options},
+            )
+        except Exception as error:  # noqa: BLE001  (looked at by the test)
+            group.give_up(str(error))
+            return error
+        finally:
+            group.shutdown()
+
+    with ThreadPoolExecutor(workers + 1) as threads:
+        return list(threads.map(act, range(workers + 1)))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_together_are_one_device_with_all_the_rows(workers):
+    main, *results = together(lambda rank: mlp(), workers, epochs=2, log_every=1)
+    alone, expected = trained(
+        mlp(), data(52), ["cpu"], 4 * workers, options={"epochs": 2}, log_every=1
+    )
+    models = [result.models[0][1] for result in results]
+    assert all(same(model, models[0]) for model in models)
+    close(models[0], alone.models[0])
+    assert main.steps == results[0].steps == expected.steps
+    assert [row["train/loss"] for row in main.history] == pytest.approx(
+        [row["train/loss"] for row in expected.history]
+    )
+    made = mlp(seed=7)
+    made.load_state_dict(main.state)
+    assert same(made, models[0])
+
+
+def test_workers_begin_with_the_first_ones_values():
+    _, *results = together(lambda rank: mlp(seed=rank), cycles=3)
+    first = trained(mlp(seed=1), data(52), ["cpu"], 8, options={"cycles": 3})[0].models[0]
+    for result in results:
+        close(result.models[0][1], first)
+
+
+def test_a_worker_without_rows_takes_part():
+    table = data(9, dtype=torch.float32)  # 8 and 1: none for the second in the last step
+    _, one, two = together(lambda rank: normed(), table=table, epochs=2)
+    assert same(one.models[0][1], two.models[0][1])
+    assert one.steps == 4
+
+
+def test_out_of_memory_at_one_worker_is_skipped_by_all():
+    class Short(nn.Module):
+        def __init__(self, rank):
+            super().__init__()
+            self.inner, self.rank, self.count = mlp(), rank, 0
+
+        def forward(self, x):
+            self.count += 1
+            if self.rank == 2 and self.count in (2, 5):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return self.inner(x)
+
+    main, one, two = together(Short, cycles=6)
+    assert same(one.models[0][1], two.models[0][1])
+    for result in (main, one, two):
+        assert (result.steps, result.skipped) == (4, 2)
+
+
+def test_what_one_worker_raises_ends_all():
+    def odd(rank):
+        class Odd(nn.Linear):
+            def forward(self, x):
+                if rank == 2:
+                    raise ZeroDivisionError("here")
+                return super().forward(x)
+
+        return Odd(6, 4).double()
+
+    main, one, two = together(odd)
+    assert isinstance(two, ZeroDivisionError)
+    for error in (main, one):
+        assert isinstance(error, LinkError)
+        assert "rank 2" in str(error)
+        assert "here" in str(error)
+
+
+def test_a_worker_with_another_model_says_so():
+    main, one, two = together(lambda rank: mlp() if rank == 1 else normed().double())
+    assert isinstance(two, UsageError)
+    assert "this worker's model is not that of worker 1" in str(two)
+    assert isinstance(main, LinkError)
+    assert isinstance(one, LinkError)
+
+
+def test_workers_save_and_resume(tmp_path):
+    whole = together(lambda rank: mlp(), epochs=2)[1].models[0][1]
+    together(lambda rank: mlp(), cycles=5, save=tmp_path)
+    main, one, two = together(lambda rank: mlp(seed=9), epochs=2, resume=tmp_path, log_every=1)
+    assert same(one.models[0][1], whole)
+    assert same(two.models[0][1], whole)
+    assert main.steps == 14
+    assert main.history[0]["step"] == 6
+
+
+def test_only_the_first_worker_logs():
+    rows = []
+    where = threading.Lock()
+
+    def note(row, step):
+        with where:
+            rows.append(step)
+
+    together(lambda rank: mlp(), cycles=4, log_every=1, logger=note)
+    assert rows == [1, 2, 3, 4]
+
+
+def test_the_main_process_is_no_worker():
+    group = connect(f"local:///{secrets.token_hex(8)}", rank=0, workers=0)
+    try:
+        with pytest.raises(UsageError, match="rank 0 is the main process"):
+            getgrads(F.cross_entropy, mlp(), data(), SGD, group=group)
+    finally:
+        group.shutdown()
+
+
+def test_a_worker_takes_a_gpu_by_its_number_or_what_it_is_told(monkeypatch):
+    assert worker_device("cpu", 3) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(worker_device(None, rank)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert worker_device(None, 1) == torch.device("cpu")
+
+
+def test_start_says_what_it_cannot_do():
+    with pytest.raises(UsageError, match="0 workers"):
+        start(F.cross_entropy, mlp(), data(), SGD, workers=0)
+    with pytest.raises(UsageError, match="'gpu:0' is no device"):
+        start(F.cross_entropy, mlp(), data(), SGD, devices=["gpu:0"])
+
+
+# -- real processes -------------------------------------------------------------------------------
+
+
+@contextmanager
+def started(tmp_path, *command):
+    """A main process, and at the end none of its family."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        end_tree(process, patience_s=10)
+        process.stdout.close()
+        process.stderr.close()
+
+
+def workers_of(process, until):
+    """The workers' processes, once the main one has said so much."""
+    found = {}
+    for line in process.stdout:
+        if match := re.match(r"worker (\d) is (\d+)", line):
+            found[int(match[1])] = psutil.Process(int(match[2]))
+        if re.match(until, line) and len(found) == 2:
+            return found
+    raise AssertionError(f"it ended before it said {until}: {process.stderr.read()}")
+
+
+def test_a_program_trains_with_workers_and_ends(tmp_path):
+    with started(tmp_path, PROGRAM, "train", tmp_path) as process:
+        said, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert "done: 14 steps, 14 rows" in said
+    assert len(re.findall(r"^step \d+ ", said, flags=re.M)) == 14
+    model = mlp()
+    model.load_state_dict(torch.load(tmp_path / "cpu.pt", weights_only=True))
+    alone = trained(mlp(seed=1), data(52), ["cpu"], 8, options={"epochs": 2})[0].models[0]
+    close(model, alone)
+
+
+def test_when_a_worker_is_killed_the_rest_say_so_and_end(tmp_path):
+    with started(tmp_path, PROGRAM, "for ever", tmp_path) as process:
+        workers = workers_of(process, r"step \d+ ")
+        workers[2].kill()
+        _, errors = process.communicate(timeout=100)
+        gone, alive = psutil.wait_procs(workers.values(), timeout=0)
+    assert not alive
+    assert len(gone) == 2
+    assert process.returncode == 1
+    assert "WorkersFailed: worker 2 was killed by signal 9" in errors
+    assert re.search(r"worker 1 ends: .*rank 2 .* is gone", errors)
+
+
+def test_when_a_worker_raises_its_traceback_is_shown_and_all_end(tmp_path):
+    with started(tmp_path, PROGRAM, "breaks", tmp_path) as process:
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "ZeroDivisionError: in the third step" in errors
+    assert "worker 2 ended with code 1" in errors
+
+
+def test_a_worker_that_never_comes_does_not_hold_the_others(tmp_path):
+    with started(tmp_path, PROGRAM, "absent", tmp_path) as process:
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "WorkersFailed: worker 2 ended with code 3" in errors
+
+
+def test_workers_end_with_the_main_process(tmp_path):
+    with started(tmp_path, PROGRAM, "for ever", tmp_path) as process:
+        workers = workers_of(process, r"step \d+ ")
+        process.kill()
+        process.wait(60)
+        _, alive = psutil.wait_procs(workers.values(), timeout=60)
+        errors = process.stderr.read()
+    assert not alive
+    assert process.returncode == -signal.SIGKILL
+    assert "the main process is gone" in errors
+
+
+@pytest.mark.timeout(300)  # five processes that load torch
+def test_the_driver_starts_four_workers_and_they_learn(tmp_path):
+    options = ("--epochs", 2, "--batchsize", 25, "--every", 5)
+    with started(tmp_path, ROOT / "examples" / "driver.py", *options) as process:
+        said, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, errors
+    assert "30 steps, 0 skipped" in said  # 1500 samples, 4 * 25 a step
+    right = float(re.search(r"(\S+)% of unseen samples are right", said)[1])
+    assert right > 50

@@ -1,0 +1,463 @@
+"""Task mode: one thread a device, all replicas in step, the same run as one device."""
+
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from manyhands.compat.fluxdistributed import BadGradient, prepare_training, train
+from manyhands.core.errors import UsageError
+from tests.compat.fluxdistributed.models import (
+    ADAM,
+    CLASSES,
+    FEATURES,
+    SGD,
+    close,
+    data,
+    mlp,
+    normed,
+    quiet,
+    same,
+    trained,
+)
+
+
+class Seen:
+    """A table that remembers what was read."""
+
+    def __init__(self, table):
+        self.table, self.places = table, []
+
+    def __len__(self):
+        return len(self.table)
+
+    def __getitem__(self, place):
+        self.places.append(place)
+        return self.table[place]
+
+
+@pytest.mark.parametrize("opt", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize(("num_devices", "batchsize"), [(2, 4), (4, 2)])
+def test_devices_together_are_one_device_with_all_the_rows(num_devices, batchsize, opt):
+    model, table = mlp(), data(51)  # 51 = 6 * 8 + 3: a last batch that is uneven, and small
+    options = {"epochs": 2}
+    one, alone = trained(model, table, ["cpu"], 8, opt, options=options, val=table[:], log_every=1)
+    many, together = trained(
+        *(model, table, ["cpu"] * num_devices, batchsize, opt),
+        options=options,
+        val=table[:],
+        log_every=1,
+    )
+    assert alone.steps == together.steps == 2 * 7
+    close(many.models[0], one.models[0], rtol=1e-9, atol=1e-11)
+    for ours, theirs in zip(together.history, alone.history, strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"])
+    assert together.history[-1]["val/loss"] == pytest.approx(alone.history[-1]["val/loss"])
+    assert alone.history[-1]["val/loss"] < alone.history[0]["train/loss"] / 2
+
+
+def test_one_device_is_plain_torch_to_the_bit():
+    model, table = normed(), data(48, dtype=torch.float32)
+    read = Seen(table)
+    setup, result = trained(model, read, ["cpu"], 8, options={"cycles": 9})
+    plain = copy.deepcopy(model)
+    optimizer = SGD(plain.parameters())
+    for step in range(9):
+        x, y = table[read.places[step * 8 : step * 8 + 8]]
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    assert same(setup.models[0], plain)
+    assert result.steps == 9
+    assert result.models == [(torch.device("cpu"), setup.models[0])]
+
+
+@pytest.mark.parametrize("make", [mlp, normed])
+def test_replicas_are_equal_after_each_step(make):
+    """Statistics of BatchNorm too, and after a step in which a device had no rows."""
+    dtype = torch.float64 if make is mlp else torch.float32
+    table = data(50, dtype=dtype)  # 4 * 12 + 2: two rows for the first of four devices
+    setup, buffer = prepare_training(make(), table, ["cpu"] * 4, ADAM, 3, epochs=2)
+    states = [[] for _ in setup.models]
+    ranks = {id(optimizer): rank for rank, optimizer in enumerate(setup.optimizers)}
+
+    def look(step, optimizer):
+        rank = ranks[id(optimizer)]
+        states[rank].append(copy.deepcopy(setup.models[rank].state_dict()))
+
+    result = train(F.cross_entropy, setup, buffer, sched=look, logger=quiet)
+    for rank, model in enumerate(setup.models):
+        states[rank].append(model.state_dict())
+    for at, first in enumerate(states[0]):
+        for others in states[1:]:
+            assert all(torch.equal(first[name], others[at][name]) for name in first), at
+    assert len(states[0]) == result.steps + 1
+    weights = [state["0.weight"] for state in states[0]]
+    assert not any(torch.equal(*pair) for pair in itertools.pairwise(weights))
+
+
+def test_a_device_without_rows_takes_the_statistics_of_the_others():
+    table = data(2, dtype=torch.float32)
+    setup, _ = trained(normed(), table, ["cpu"] * 2, 2, options={"cycles": 1})
+    alone, _ = trained(normed(), table, ["cpu"], 4, options={"cycles": 1})
+    assert same(setup.models[0], alone.models[0])
+    assert same(setup.models[1], alone.models[0])
+    assert setup.models[1].state_dict()["2.num_batches_tracked"] == 1
+
+
+def test_buffers_that_nobody_writes_stay_what_they_are():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, CLASSES).double()
+            self.register_buffer("mask", torch.tensor([0.1, -float("inf"), float("nan"), -0.0]))
+            self.register_buffer("flags", torch.tensor([True, False]))
+
+        def forward(self, x):
+            return self.layer(x)
+
+    model = Masked()
+    setup, _ = trained(model, data(50), ["cpu"] * 3, 4, options={"epochs": 1})
+    for replica in setup.models:
+        assert torch.equal(replica.mask.view(torch.int32), model.mask.view(torch.int32))
+        assert torch.equal(replica.flags, model.flags)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_each_epoch_has_every_sample_once(devices):
+    read = Seen(data(50))
+    trained(mlp(), read, ["cpu"] * devices, 4, options={"epochs": 3})
+    assert sorted(read.places) == sorted([*range(50)] * 3)
+
+
+def test_cycles_are_steps_and_the_order_depends_on_the_seed():
+    runs = []
+    for seed in (0, 0, 1):
+        read = Seen(data(50))
+        _, result = trained(mlp(), read, ["cpu"], 8, options={"cycles": 4, "seed": seed})
+        assert result.steps == 4
+        runs.append(read.places[:32])
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0] != sorted(runs[0])
+
+
+def test_five_cycles_by_default():
+    assert trained(mlp(), data(), ["cpu"], 4)[1].steps == 5
+
+
+def test_labels_may_be_one_hot():
+    x, y = data(40)[:]
+    hot = torch.utils.data.TensorDataset(x, F.one_hot(y, CLASSES).double())
+    options = {"cycles": 6}
+    ids, with_ids = trained(
+        mlp(), data(40), ["cpu"] * 2, 4, options=options, val=(x, y), eval_every=6
+    )
+    rows, with_rows = trained(mlp(), hot, ["cpu"] * 2, 4, options=options, val=hot[:], eval_every=6)
+    close(ids.models[0], rows.models[0])
+    assert with_rows.history[-1]["val/top1"] == with_ids.history[-1]["val/top1"]
+
+
+def test_the_users_model_and_torchs_generators_stay_as_they_were():
+    model = mlp()
+    before, drawn = copy.deepcopy(model), torch.get_rng_state()
+    trained(model, data(), ["cpu"], 4)
+    assert same(model, before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+# -- optimizers and schedules ---------------------------------------------------------------------
+
+
+def test_an_optimizer_is_cloned_with_its_groups_and_its_state():
+    model, table = mlp(), data()
+    opt = torch.optim.Adam(
+        [
+            {"params": model[0].parameters(), "lr": 1e-2},
+            {"params": model[2].parameters(), "lr": 1e-3, "weight_decay": 0.1},
+        ]
+    )
+    F.cross_entropy(model(table[:][0]), table[:][1]).backward()
+    opt.step()  # so it has moments
+    opt.zero_grad()
+    setup, _ = trained(model, table, ["cpu"] * 2, 4, opt)
+    read = Seen(table)
+    plain, twin = trained(model, read, ["cpu"], 8, opt)
+    close(setup.models[0], plain.models[0])
+    steps = [float(state["step"]) for state in setup.optimizers[1].state.values()]
+    assert steps == [6.0] * 4
+    assert float(next(iter(opt.state.values()))["step"]) == 1.0
+    assert [group["lr"] for group in setup.optimizers[0].param_groups] == [1e-2, 1e-3]
+    assert twin.steps == 5
+
+
+def test_an_optimizer_given_to_train_takes_the_place_of_the_other():
+    table = data()
+    setup, buffer = prepare_training(mlp(), table, ["cpu"], SGD, 4)
+    train(F.cross_entropy, setup, buffer, SGD, logger=quiet)  # the README passes it again
+    assert setup.optimizers[0].state
+    before = setup.optimizers[0]
+    train(F.cross_entropy, setup, buffer, ADAM, logger=quiet)
+    assert isinstance(setup.optimizers[0], torch.optim.Adam)
+    assert setup.optimizers[0] is not before
+
+
+def test_a_schedule_is_called_with_step_and_optimizer_and_may_return_the_rate():
+    called = []
+
+    def sched(step, optimizer):
+        called.append((step, optimizer))
+        return 0.1 / (step + 1)
+
+    setup, result = trained(
+        *(mlp(), data(), ["cpu"] * 2, 4), options={"cycles": 4}, sched=sched, log_every=1
+    )
+    assert [row["lr"] for row in result.history] == pytest.approx([0.1, 0.05, 0.1 / 3, 0.025])
+    for optimizer in setup.optimizers:
+        assert [step for step, seen in called if seen is optimizer] == [0, 1, 2, 3]
+
+
+def test_a_schedule_may_do_it_itself():
+    def sched(step, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    _, result = trained(mlp(), data(), ["cpu"], 4, sched=sched, log_every=1)
+    assert {row["lr"] for row in result.history} == {0.5}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_torch_scheduler_turns_the_rates_of_all_replicas(num_devices):
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    sched = torch.optim.lr_scheduler.SequentialLR(
+        opt,
+        [
+            torch.optim.lr_scheduler.LinearLR(opt, 0.25, 1.0, total_iters=2),
+            torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.1),
+        ],
+        milestones=[2],
+    )
+    _, result = trained(
+        *(model, data(), ["cpu"] * num_devices, 4, opt),
+        options={"cycles": 5},
+        sched=sched,
+        log_every=1,
+    )
+    # A row has the rate for the next step, as get_last_lr() has after scheduler.step().
+    assert [row["lr"] for row in result.history] == pytest.approx([0.625, 1.0, 1.0, 0.1, 0.1])
+    assert opt.param_groups[0]["lr"] == 0.25  # the user's own has not moved
+
+
+def test_a_plateau_is_measured_by_the_evaluation():
+    model, table = mlp(), data()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-9)  # so nothing gets better
+    sched = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        opt, factor=0.5, patience=0, eps=0.0, threshold=0.01
+    )
+    setup, _ = trained(
+        *(model, table, ["cpu"] * 2, 4, opt),
+        options={"cycles": 6},
+        sched=sched,
+        val=table[:],
+        eval_every=2,
+    )
+    assert [group["lr"] for o in setup.optimizers for group in o.param_groups] == [0.25e-9] * 2
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    model = mlp()
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(UsageError, match="StepLR is of another optimizer"):
+        trained(model, data(), ["cpu"], 4, sched=torch.optim.lr_scheduler.StepLR(other, 1))
+    with pytest.raises(UsageError, match="sched=3"):
+        trained(model, data(), ["cpu"], 4, sched=3)
+
+
+# -- evaluation and history -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_an_evaluation_is_of_all_rows_whoever_computes_them(num_devices):
+    table, val = data(), data(31, seed=9)
+    setup, result = trained(
+        *(mlp(), table, ["cpu"] * num_devices, 4), val=val, eval_every=2, log_every=100
+    )
+    assert [row["step"] for row in result.history] == [2, 4, 5]
+    x, y = val[:]
+    with torch.no_grad():
+        output = setup.models[0](x)
+    last = result.history[-1]
+    assert last["val/loss"] == pytest.approx(float(F.cross_entropy(output, y)))
+    assert last["val/top1"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
+    assert last["val/top5"] == last["val/top10"] == 1.0  # there are four classes
+
+
+def test_of_a_large_table_the_same_samples_are_looked_at_each_time():
+    val = Seen(data(40, seed=9))
+    trained(
+        *(mlp(), data(), ["cpu"] * 2, 4),
+        options={"cycles": 2},
+        val=val,
+        eval_every=1,
+        val_samples=10,
+    )
+    assert len(val.places) == 20
+    assert sorted(val.places[:10]) == sorted(val.places[10:])
+    assert len(set(val.places)) == 10
+
+
+def test_evaluation_neither_trains_nor_leaves_eval_mode():
+    table = data(48, dtype=torch.float32)
+    kept, result = trained(normed(), table, ["cpu"], 8, val=table[:], eval_every=1)
+    other, _ = trained(normed(), table, ["cpu"], 8)
+    assert same(kept.models[0], other.models[0])
+    assert all(module.training for module in kept.models[0].modules())
+    assert len(result.history) == 5
+
+
+def test_a_regression_has_a_loss_and_no_top_k():
+    torch.manual_seed(0)
+    x = torch.randn(20, 3)
+    table = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    setup, buffer = prepare_training(nn.Linear(3, 1), table, ["cpu"] * 2, SGD, 2)
+    result = train(F.mse_loss, setup, buffer, val=table, logger=quiet)
+    assert result.history[-1].keys() == {"step", "val/loss"}
+
+
+def test_rows_have_the_keys_of_all_loggers():
+    rows = []
+    _, result = trained(
+        *(mlp(), data(), ["cpu"] * 2, 4),
+        options={"epochs": 2},
+        logger=lambda metrics, step: rows.append((step, metrics)),
+        val=data()[:],
+        log_every=3,
+        eval_every=6,
+    )
+    assert [step for step, _ in rows] == [3, 6, 9, 12, 14]
+    assert rows[1][1].keys() == {
+        *("train/loss", "lr", "epoch", "perf/samples_per_s", "data/wait_s", "oom/skipped"),
+        *("val/loss", "val/top1", "val/top5", "val/top10"),
+    }
+    assert [row["epoch"] for _, row in rows[:4]] == [0, 0, 1, 1]
+    assert [{"step": step, **row} for step, row in rows] == result.history
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_a_nan_stops_everybody_before_it_is_taken():
+    x, y = data(16)[:]
+    x[11, 0] = float("nan")
+    setup, buffer = prepare_training(
+        normed().double(), torch.utils.data.TensorDataset(x, y), ["cpu"] * 2, SGD, 4, epochs=2
+    )
+    with pytest.raises(BadGradient, match=r"the mean gradient of step \d has NaNs"):
+        train(F.cross_entropy, setup, buffer, logger=quiet)
+    assert same(*setup.models)
+    assert not any(tensor.isnan().any() for tensor in setup.models[0].state_dict().values())
+
+
+def test_what_one_device_raises_ends_all_and_is_raised():
+    class Odd(nn.Linear):
+        def forward(self, x):
+            if x[:, 0].min() < -100:
+                raise ZeroDivisionError("this row")
+            return super().forward(x)
+
+    x, y = data(16)[:]
+    x[5, 0] = -1000.0
+    table = torch.utils.data.TensorDataset(x, y)
+    model = Odd(FEATURES, CLASSES).double()
+    setup, buffer = prepare_training(model, table, ["cpu"] * 3, SGD, 2, epochs=1)
+    with pytest.raises(ZeroDivisionError, match="this row"):
+        train(F.cross_entropy, setup, buffer, logger=quiet)
+    assert same(setup.models[0], setup.models[1])
+    assert same(setup.models[0], setup.models[2])
+
+
+def test_what_reading_raises_ends_all_and_is_raised():
+    class Torn(Seen):
+        def __getitem__(self, place):
+            if place == 13:
+                raise OSError("disk")
+            return super().__getitem__(place)
+
+    with pytest.raises(OSError, match="disk"):
+        trained(mlp(), Torn(data(40)), ["cpu"] * 3, 2, options={"epochs": 1})
+
+
+def test_a_label_that_the_model_has_no_output_for():
+    x, y = data(16)[:]
+    y[9] = CLASSES
+    table = torch.utils.data.TensorDataset(x, y)
+    with pytest.raises(UsageError, match="class 4, but the model has 4 outputs"):
+        trained(mlp(), table, ["cpu"] * 2, 4, options={"epochs": 1})
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"on_oom": "wait"}, "on_oom='wait'"),
+        ({"log_every": 0}, "log_every=0"),
+        ({"val": 3}, "val is a int"),
+        ({"val": []}, "val is empty"),
+        ({"resume": True}, "resume=True without save"),
+        ({"logger": object()}, "object is no logger"),
+    ],
+)
+def test_bad_options_are_refused(how, said):
+    with pytest.raises(UsageError, match=said):
+        trained(mlp(), data(), ["cpu"], 4, **how)
+
+
+def test_a_loss_that_is_no_mean_is_refused():
+    setup, buffer = prepare_training(mlp(), data(), ["cpu"], SGD, 4)
+    with pytest.raises(UsageError, match="reduction='sum'"):
+        train(nn.CrossEntropyLoss(reduction="sum"), setup, buffer, logger=quiet)
+
+
+def test_a_buffer_of_another_setup_is_refused():
+    setup, _ = prepare_training(mlp(), data(), ["cpu"], SGD, 4)
+    _, other = prepare_training(mlp(), data(), ["cpu", "cpu"], SGD, 4)
+    with pytest.raises(UsageError, match="2 slots for 1 devices"):
+        train(F.cross_entropy, setup, other, logger=quiet)
+
+
+def test_replicas_that_were_changed_by_hand_are_found():
+    from manyhands.compat.fluxdistributed import NotSynced
+
+    setup, buffer = prepare_training(mlp(), data(), ["cpu"] * 2, SGD, 4)
+    with torch.no_grad():
+        setup.models[1][0].bias[0] += 1
+    with pytest.raises(NotSynced, match=r"0\.bias of replica 1 \(cpu\)"):
+        train(F.cross_entropy, setup, buffer, logger=quiet)
+
+
+def test_inputs_may_be_several():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, a, b):
+            return self.one(a) + self.two(b)
+
+    class Pairs:
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, place):
+            made = torch.Generator().manual_seed(place)
+            a, b = torch.randn(2, 3, generator=made)
+            return (a, b), int(a[0] > b[0])
+
+    torch.manual_seed(0)
+    setup, buffer = prepare_training(
+        Two(), Pairs(), ["cpu"] * 2, functools.partial(torch.optim.SGD, lr=0.5), 4, epochs=10
+    )
+    result = train(F.cross_entropy, setup, buffer, log_every=1, logger=quiet)
+    assert result.history[-1]["train/loss"] < result.history[0]["train/loss"] / 2
