@@ -96,7 +96,9 @@ class Ahead(_Spare):
         super().__init__(source, seed, courier)
         workers = source.workers
         hands: list[Hand] = []
+        ahead = workers.prefetch
         if workers.kind == "process":
+            ahead += 1  # waits here to be asked for: a process must not wait for its parent
             reader = Reader(source, seed, alone=True)
             hands += [Child(reader, n, workers.prefetch) for n in range(workers.num)]
         else:
@@ -107,7 +109,7 @@ class Ahead(_Spare):
             hands,
             Spots(source, seed),
             guess,
-            ahead=workers.num * workers.prefetch,
+            ahead=workers.num * ahead,
             finish=_same if pinned is None else _Finish(pinned),
         )
         self._sent: tuple[Rows, Sent] | None = None  # of what was guessed to come next
