@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 ROW = {"link", "tls", "peers", "median_s", "p10_s", "p90_s", "cpu_s"}
+PATIENCE_S = 250.0  # for programs that start brokers and others that load torch, on a busy machine
 AVERAGING = ROW | {"mbytes", "wire", "bytes_sent_per_peer", "identical", "extra_peak_bytes"}
 
 
@@ -36,7 +37,7 @@ def rows_of(tmp_path: Path, name: str, *options: str, keys: set[str]) -> list[di
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         try:
-            process.wait(100)
+            process.wait(PATIENCE_S)
         finally:
             end_tree(process, patience_s=0.0)  # one that hangs has processes of its own
     assert process.returncode == 0, log.read_text()
@@ -167,7 +168,7 @@ class Ended:
 
     def wait_for(self, *words: str) -> None:
         """Until it has descendants with each of these words in their commands."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S / 2
         while True:
             assert self.process.poll() is None, self.said
             assert time.monotonic() < deadline, self.said

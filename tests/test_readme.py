@@ -15,6 +15,7 @@ from manyhands.links.hub import Hub
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 LINKS = (ROOT / "docs/links.md").read_text()
+PATIENCE_S = 200.0  # for programs of which each loads torch, where others work too
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -69,7 +70,7 @@ def run_together(programs, folder, **more):
             for program in programs
         ]
         try:
-            said = [process.communicate(timeout=100) for process in started]
+            said = [process.communicate(timeout=PATIENCE_S) for process in started]
         finally:
             for process in started:
                 process.kill()

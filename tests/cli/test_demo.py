@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -27,6 +28,19 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from manyhands.cli.main import main
 main()
+"""
+
+
+# A peer that, where it waits to be let in, says whether it had to load more for its first step.
+WAITING = """
+import runpy, sys
+
+class Stdin:
+    def readline(self):
+        sys.exit(0 if "torch._dynamo" in sys.modules else "it has yet to load the compiler")
+
+sys.argv, sys.stdin = ["demo_peer", "1"], Stdin()
+runpy.run_module("manyhands.cli.demo_peer", run_name="__main__")
 """
 
 
@@ -77,6 +91,14 @@ def test_at_a_broker_and_not_long_enough(broker, tmp_path):
     assert "manyhands run -n 3" not in err
 
 
+def test_a_peer_that_waits_has_loaded_all_that_it_needs(tmp_path):
+    """Else the run could be over before one that joins late has made its first step."""
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", WAITING]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_place_that_is_not_there(tmp_path):
     code, _, err = demo(tmp_path, "--amqp", "amqp://guest:guest@127.0.0.1:1/")
     assert code == 1
@@ -102,7 +124,9 @@ def test_nothing_is_left_behind(tmp_path, number, when, code):
 
 def test_a_peer_that_fails_ends_the_demo(tmp_path):
     with start(tmp_path, "--peers", "2") as process:
-        family_of(process, "2 peers")[-1].terminate()
+        family = family_of(process, "2 peers")
+        (last,) = (one for one in family if name_of(one) == "peer-3")
+        last.terminate()
         out, err = process.communicate()
     assert process.returncode == 1, out
     assert "peer-3 ended with code -15" in err
@@ -112,9 +136,18 @@ def family_of(process, when):
     """Its guard and its peers, once it has said something that begins with `when`."""
     assert any(line.startswith(when) for line in process.stdout)
     parent = psutil.Process(process.pid)
-    while sum(PEER in child.cmdline() for child in parent.children()) < 3:
-        assert process.poll() is None
-    return sorted(parent.children(), key=lambda child: child.pid)
+    while len([child for child in parent.children() if name_of(child) is not None]) < 3:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    return parent.children()
+
+
+def name_of(child):
+    """Of a peer; None if it is none, or not yet."""
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # one that has just begun, or ended
+        if PEER in child.cmdline():
+            return child.environ()["MANYHANDS_NAME"]
+    return None
 
 
 # -- what the score finds -----------------------------------------------------------------------

@@ -35,7 +35,7 @@ def doctor(*arguments, said=None, **environ):
         text=True,
         check=False,
         env={**os.environ, **environ},
-        timeout=100,
+        timeout=200,
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -95,7 +95,7 @@ def test_the_code_is_not_in_the_log(tmp_path):
 )
 def test_errors_say_what_to_do(tmp_path, options, code, words):
     command = [sys.executable, "-m", "manyhands", "hub", "--state", str(tmp_path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == code
     assert all(word in done.stderr for word in words), done.stderr
     assert "Traceback" not in done.stderr

@@ -1,6 +1,6 @@
 """Random schedules against the round machine, as many as you like.
 
-python -m tests.collectives.chaos --schedules 100000 [--seed 0] [--unordered]
+python -m tests.collectives.chaos --schedules 100000 [--seed 0] [--unordered] [--lengths 3,5,7]
 python -m tests.collectives.chaos --trace 1234 [--unordered]
 """
 
@@ -29,8 +29,11 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--unordered", action="store_true", help="no order between two peers")
+    parser.add_argument("--lengths", help="of runs, in rounds, as 3,5,7")
     parser.add_argument("--trace", type=int, metavar="SEED", help="show one schedule, step by step")
     arguments = parser.parse_args()
+    if arguments.lengths:
+        World.lengths = tuple(map(int, arguments.lengths.split(",")))
     if arguments.trace is not None:
         print(World(arguments.trace, unordered=arguments.unordered, trace=True).run())
         return 0

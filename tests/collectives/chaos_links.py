@@ -13,7 +13,7 @@ import argparse
 import os
 import random
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 
@@ -56,7 +56,8 @@ class Chaos:
         while not self._members():  # whoever was taken in last may not have committed yet
             time.sleep(0.05)
         for peer in self._alive():
-            peer.tell("leave")
+            with suppress(OSError):  # stopped for too long, and woken: it has just found out
+                peer.tell("leave")
         left = 0
         for peer in self.peers:
             if not peer.ended or peer.history.stopped:

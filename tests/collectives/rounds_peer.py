@@ -2,7 +2,7 @@
 
 `python -m tests.collectives.rounds_peer` loads torch once and forks for each line on its stdin, so
 that a peer costs milliseconds. A child connects to the socket that its orders name, says what
-happens to it as one JSON object a line, and takes the words "go", "leave" and "die".
+happens to it as one JSON object a line, and takes the words "go", "hurry", "leave" and "die".
 
 Its orders may name *points*, at which it dies by SIGKILL, or says so, or also waits for "go":
     {"what": "task" | "commit", "round": r}          in the user's thread
@@ -38,6 +38,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0
+LOADING_S = 100.0  # for torch and its compiler, where others work too
 
 
 # -- the test's side ------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ class Zygote:
         self._status: dict[int, int] = {}
         self._reader = threading.Thread(target=self._read, name="zygote", daemon=True)
         self._reader.start()
-        assert self._pids.get(timeout=PATIENCE_S) == self._process.pid
+        assert self._pids.get(timeout=LOADING_S) == self._process.pid
 
     def fork(self, orders: dict) -> int:
         self._process.stdin.write(json.dumps(orders).encode() + b"\n")
@@ -159,15 +160,18 @@ class PeerProcess:
         return status
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        assert self.wait() == -signal.SIGKILL
+        """One that cannot end by itself meanwhile: it is to wait at a point, or to train on."""
+        with suppress(ProcessLookupError):  # then its status says so
+            os.kill(self.pid, signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL, f"it ended by itself: {self.report()}"
 
     def stop(self) -> None:
-        """Suspend it; returns when it stands still."""
+        """Suspend it; returns when all its threads stand still."""
         os.kill(self.pid, signal.SIGSTOP)
         deadline = time.monotonic() + PATIENCE_S
-        while Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-            assert time.monotonic() < deadline
+        while any(state_of(task) != "T" for task in Path(f"/proc/{self.pid}/task").iterdir()):
+            assert time.monotonic() < deadline, self.report()
+            time.sleep(0.001)  # the system tells nobody but its parent
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -186,6 +190,14 @@ class PeerProcess:
         log = self._log.read().decode(errors="replace")[-6000:]
         said = "\n".join(map(str, self.said[-12:]))
         return f"{self.name} has said:\n{said}\nand its log:\n{log}"
+
+
+def state_of(task: Path) -> str:
+    """What a thread does: T if it is suspended. One that has just ended does nothing more."""
+    try:
+        return (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "T"
 
 
 # -- the child's side -----------------------------------------------------------------------------
@@ -260,6 +272,7 @@ class Child:
         self.line = socket.socket(socket.AF_UNIX)
         self.line.connect(orders["socket"])
         self.go = threading.Event()
+        self.hurried = threading.Event()
         self.lock = threading.Lock()
         self.taker = None
 
@@ -284,12 +297,18 @@ class Child:
             if (point["what"], point.get("round")) == (what, round_):
                 self.reached(point)
 
+    def linger(self, seconds: float) -> None:
+        """So that a run goes on until what a test is about has happened; then it says "hurry"."""
+        self.hurried.wait(seconds)
+
     def listen(self) -> None:
         with self.line.makefile("r") as lines:
             for line in lines:
                 match line.strip():
                     case "go":
                         self.go.set()
+                    case "hurry":
+                        self.hurried.set()
                     case "leave":
                         self.taker.rounds.leave()
                     case "terminate":

@@ -416,6 +416,14 @@ def test_a_gap_after_ready_is_the_end_of_this_incarnation():
     assert only(i.Stop, answers)[0].reason is i.StopReason.SENT_BACK
 
 
+def test_a_member_lacks_nothing_that_was_lost_before_it_was_one():
+    """As one that has taken over from the dead, and is told late: without it nobody may be left."""
+    a, b = pair()
+    for seat in (a, b):
+        assert seat.machine.member
+        assert seat.tell(e.GapSeen()) == []
+
+
 def test_after_a_cut_a_newcomer_asks_again():
     seat = newcomer()
     shaken = arbiter.shaken(seat.machine.view, [A])

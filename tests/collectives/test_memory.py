@@ -34,7 +34,7 @@ def measure(mib, num_rounds, *, wire="fp32", late_s=0.0):
             for k in range(2)
         ]
         try:
-            said = [json.loads(member.communicate(timeout=90)[0]) for member in members]
+            said = [json.loads(member.communicate(timeout=200)[0]) for member in members]
         finally:
             for member in members:
                 member.kill()

@@ -621,7 +621,11 @@ class TestJoining:
             assert outcome.reason is i.StopReason.MISFIT
             assert form_of(group.peers[0].layout, "fp16") in outcome.text
             assert form_of(stranger.layout, wire) in outcome.text
-            others = group.peers[0].view.peers(PeerState.ACTIVE)
+            # It may take a moment until this one hears that the stranger is out.
+            view = group.peers[0].outlook.wait_for_view(
+                lambda view: len(view.peers(PeerState.ACTIVE)) <= 2, PATIENCE_S
+            )
+            others = view.peers(PeerState.ACTIVE)
             assert [peer.incarnation for peer in others] == list(group.places)
 
     def test_a_form_says_what_it_is_about(self):

@@ -79,7 +79,7 @@ def say_nothing(sock):
 
 
 def answer_http(sock):
-    sock.settimeout(2.0)
+    sock.settimeout(30.0)
     sock.recv(4096)
     sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     sock.close()

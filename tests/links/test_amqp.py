@@ -579,7 +579,7 @@ class TestPlace:
             assert message in str(error)
             start_s = time.monotonic()
             one.until_without(two.link.me)  # it says good-bye, though its user has not closed it
-            assert time.monotonic() - start_s < STEADY.lease_s / 4
+            assert time.monotonic() - start_s < STEADY.lease_s / 2
 
 
 class TestFaulty:

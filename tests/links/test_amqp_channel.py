@@ -34,7 +34,7 @@ from manyhands.testing.broker import TlsFiles
 
 MIB = 1 << 20
 BODY_MAX = 131072 - frames.FRAME_BYTES
-WAIT_S = 20.0
+WAIT_S = 30.0
 
 
 class Recorder:
@@ -380,7 +380,7 @@ def test_a_call_that_the_broker_refuses_raises_its_reason(broker, queue):
         started = time.monotonic()
         with pytest.raises(Refused, match="no-such-exchange"):
             channel.bind(queue, "no-such-exchange", "key")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < WAIT_S / 2
         with pytest.raises(Refused):
             channel.consume(queue, "late", no_ack=True)
 
@@ -522,7 +522,7 @@ def test_close_wakes_a_publisher_that_the_broker_does_not_read(monkeypatch):
         channel.bind("q", "x", "k", timeout_s=0.1)
     started = time.monotonic()
     channel.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
     publisher.join(WAIT_S)
     reader.join(WAIT_S)
     theirs.close()
@@ -535,7 +535,7 @@ def test_close_wakes_a_publisher_that_the_broker_does_not_read(monkeypatch):
 SECRET = "correct horse battery staple"
 
 
-def refused(login, setup=lambda _: None, timeout_s=5.0):
+def refused(login, setup=lambda _: None, timeout_s=WAIT_S):
     with pytest.raises(LinkError) as caught:
         AmqpChannel.open(login, Recorder(), setup=setup, timeout_s=timeout_s)
     assert SECRET not in str(caught.value) + repr(caught.value)

@@ -165,7 +165,7 @@ class Stranger:
 
 def logged(caplog, *words: str) -> bool:
     """Whether, soon, one record has all these words."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if any(all(word in r.getMessage() for word in words) for r in caplog.records):
             return True
@@ -191,7 +191,7 @@ def test_a_peer_with_something_wrong_is_told_and_so_is_the_hub(hubs, caplog, wha
     assert caught.value.hint
     word = {"token": "token", "fingerprint": "certificate", "run": "another"}[what]
     assert logged(caplog, word)
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < PATIENCE_S / 2
     told = f"{caught.value!r} {caught.value} {caplog.text} {hub.address!r} {hub.address}"
     assert hub.address.token not in told
     assert address.token not in told
@@ -213,8 +213,8 @@ def test_a_connection_that_does_not_greet_is_ended(hubs, insecure, drip):
             with suppress(OSError):
                 stranger.sock.sendall(head[i : i + 1])
             time.sleep(0.05)
-        assert ended.result(timeout=5)
-        assert time.monotonic() - start_s < 5
+        assert ended.result(timeout=PATIENCE_S / 2)
+        assert time.monotonic() - start_s < PATIENCE_S / 2  # such a drip would go on for longer
 
 
 @pytest.mark.parametrize("insecure", [False, True])
@@ -224,7 +224,7 @@ def test_a_hub_closes_while_a_connection_is_silent(hubs, insecure):
         time.sleep(0.1)  # until it is accepted; without, the test proves less and does not fail
         start_s = time.monotonic()
         hub.close()
-        assert time.monotonic() - start_s < 5
+        assert time.monotonic() - start_s < PATIENCE_S / 2
 
 
 @pytest.mark.parametrize("insecure", [False, True])
@@ -430,9 +430,14 @@ def test_the_hub_lets_go_of_what_a_peer_holds(hubs, links):
             message, data = sealed(i, 1 << 20)
             a.link.send(None, message, [data])
 
+    def num_kept() -> int:
+        return sum(type(thing) is Loan for thing in gc.get_objects())  # and not lazy modules
+
     together(send, lambda: b.until_deliveries(count))
-    kept = [thing for thing in gc.get_objects() if type(thing) is Loan]  # and not lazy modules
-    assert len(kept) * (1 << 20) <= 2 * ACK_BYTES
+    deadline = time.monotonic() + terms.beat_s / 2
+    while num_kept() * (1 << 20) > 2 * ACK_BYTES:  # the last receipts are on their way
+        assert time.monotonic() < deadline, num_kept()
+        time.sleep(0.01)
 
 
 # -- peers that cheat ------------------------------------------------------------------------------
@@ -707,7 +712,7 @@ def test_close_while_the_network_stands_still(hubs, links, blocked_in):
             return time.monotonic() - start_s
 
         _, took_s = together(blocked, close)
-    assert took_s < 5
+    assert took_s < PATIENCE_S / 2
 
 
 def test_an_error_in_place_ends_the_link_with_that_error(hubs, caplog):

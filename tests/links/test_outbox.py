@@ -73,7 +73,7 @@ def test_a_broken_connection_is_not_used_and_only_the_newest_can_break(outbox):
     thread.join(0.1)
     assert thread.is_alive()
     outbox.resume("third", 0)
-    thread.join(5)
+    thread.join(30)
     assert got[0][1] == "third"
 
 
@@ -94,7 +94,7 @@ def test_the_end_wakes_the_taker_of_a_broken_connection():
     thread = threading.Thread(target=lambda: got.append(outbox.take()))
     thread.start()
     outbox.end(Dismissal("why"))
-    thread.join(5)
+    thread.join(30)
     assert got == [None]
 
 
@@ -161,7 +161,7 @@ class TestBudget:
         woken = threading.Thread(target=lambda: budget.wait(lambda: False))
         woken.start()
         budget.add(-1500)
-        woken.join(5)
+        woken.join(30)
         assert not woken.is_alive()
 
     def test_a_waiter_can_give_up(self):
@@ -175,7 +175,7 @@ class TestBudget:
         assert waiter.is_alive()
         stop.set()
         budget.wake()
-        waiter.join(5)
+        waiter.join(30)
         assert not waiter.is_alive()
 
 
@@ -202,7 +202,7 @@ def test_there_is_one_sender_at_a_time(outbox):
     assert thread.is_alive(), "two frames would be written into each other"
     outbox.sent()
     outbox.wake()
-    thread.join(5)
+    thread.join(30)
     assert got[0].frame.header.seq == 2
     assert outbox.take_now() is None, "it is being written"
     outbox.put(data(3))
@@ -243,7 +243,7 @@ def test_the_last_word_does_not_cut_a_frame_in_two(outbox):
     thread.join(0.1)
     assert thread.is_alive()
     outbox.leave(pushed, [b"rest"])
-    thread.join(5)
+    thread.join(30)
     assert got[0].rest == [b"rest"]
     assert taken(outbox, 1) == ["Dismissal"]
     assert outbox.take() is None
@@ -261,5 +261,5 @@ def test_the_end_waits_for_who_is_sending():
     thread.join(0.1)
     assert thread.is_alive()
     outbox.sent()
-    thread.join(5)
+    thread.join(30)
     assert got == [None]

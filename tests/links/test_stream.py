@@ -159,7 +159,7 @@ def test_a_writer_sends_while_the_reader_waits(pair):
     near.send([b"hello"], timeout_s=5)
     assert receive(far, 5) == b"hello"
     near.close()
-    reader.join(5)
+    reader.join(30)
     assert not reader.is_alive()
 
 
@@ -193,9 +193,9 @@ def test_a_beat_does_not_wait_behind_data(pair):
     _wait_until(near._write_lock.locked)
     start_s = time.monotonic()
     assert not near.send_now([b"beat"], wait_s=0.05)
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 15  # half of what the data may wait
     near.close()
-    writer.join(5)
+    writer.join(30)
     assert not writer.is_alive(), "close wakes a blocked writer"
 
 
@@ -203,7 +203,7 @@ def test_a_beat_goes_when_the_network_takes_it(pair):
     near, far = pair
     assert near.send_now([b"beat"])
     assert receive(far, 4) == b"beat"
-    assert time.monotonic() - far.heard_s < 5
+    assert time.monotonic() - far.heard_s < 30
 
 
 def test_what_the_network_does_not_take_at_once_is_given_back(pair):
@@ -235,7 +235,7 @@ def test_the_descriptor_is_given_back_only_when_no_writer_is_inside(pair):
     writer.start()
     _wait_until(near._write_lock.locked)
     near.detach()
-    writer.join(5)
+    writer.join(30)
     assert not writer.is_alive()
     assert near._sock.fileno() == -1 != number
 
@@ -255,7 +255,7 @@ def _ignore(work) -> None:
 
 
 def _wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.001)

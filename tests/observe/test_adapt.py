@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import logging
 import math
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 
@@ -31,10 +33,14 @@ def test_wandb_is_and_loads_nothing_yet():
     logger.finalize("success")
 
 
-def test_one_of_lightnings(tmp_path):
-    from lightning_fabric.loggers import CSVLogger
+@pytest.fixture(scope="module")
+def lightning():
+    """Loaded before the leak check looks: torch makes itself a folder."""
+    return import_module("lightning_fabric.loggers")
 
-    theirs = CSVLogger(tmp_path, name="run", version=0)
+
+def test_one_of_lightnings(lightning, tmp_path):
+    theirs = lightning.CSVLogger(tmp_path, name="run", version=0)
     assert adapt(theirs) is theirs
     with Desk([theirs]) as desk:
         desk.log_hyperparams({"lr": 0.1})  # it refuses them, which is no failure
@@ -131,6 +137,13 @@ def test_a_function_of_a_row_and_its_step():
 def test_print(capsys):
     adapt(print).log_metrics({"a": 1.0}, 3)
     assert capsys.readouterr().out == "{'a': 1.0} 3\n"
+
+
+def test_the_module_itself_before_it_has_a_run():
+    module = ModuleType("wandb")
+    module.run, module.log, module.define_metric = None, print, print
+    with pytest.raises(UsageError, match="has no run yet"):
+        adapt(module)
 
 
 @pytest.mark.parametrize(

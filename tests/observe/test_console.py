@@ -27,7 +27,7 @@ def test_a_terminal_has_one_line_and_one_that_stays_for_an_epoch(monkeypatch):
     console.finalize("success")
     assert screen.getvalue() == (
         "\r\x1b[Kstep 0  train/loss 0.1235"
-        "\r\x1b[Kstep 1  epoch 0  train/loss 0.25  train/epoch_lo\n"
+        "\r\x1b[Kstep 1  epoch 0  train/loss 0.25  train/epoch_l\n"
         "\r\x1b[Kstep 2  train/loss 0.1\n"
     )
 

@@ -2,8 +2,9 @@
 
 python -m tests.observe.wandb_program FOLDER ORDERS
 
-ORDERS are a JSON list; for each of them rows are logged. Then it prints what the files of all runs
-in the folder have: {ID: [[row, ...] of each file]}. With "die" it kills itself instead.
+ORDERS are a JSON list; for each of them rows are logged, and with "die" it kills itself. Without
+any it prints what the files of all runs in the folder have; wandb writes them until the end of its
+program.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from pathlib import Path
 
 import wandb
 from wandb.proto import wandb_internal_pb2 as pb
-from wandb.sdk.internal.datastore import DataStore
 
 from manyhands.observe import Desk, Wandb, adapt
+from manyhands.observe.offline import records_in
 
 
 def play(folder: Path, *, id: str, steps: list[int], value=0.5, own=False, die=False) -> None:
     row = {"train/loss": value}
     if own:
         with wandb.init(project="p", id=id, dir=folder) as run:
-            logger = adapt(run)
+            logger = adapt(wandb)  # people have either at hand
+            assert logger.run is adapt(run).run is run
             logger.log_hyperparams({"lr": 0.1})
             run.log({"theirs": 1})
             for step in steps:
@@ -47,9 +49,7 @@ def play(folder: Path, *, id: str, steps: list[int], value=0.5, own=False, die=F
 
 
 def records(file: Path):
-    store = DataStore()
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
+    for data in records_in(file.read_bytes()):
         record = pb.Record()
         record.ParseFromString(data)
         yield record
@@ -80,6 +80,8 @@ def key(item) -> str:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    for order in json.loads(sys.argv[2]):
+    orders = json.loads(sys.argv[2])
+    for order in orders:
         play(folder, **order)
-    print(json.dumps(read(folder)))
+    if not orders:
+        print(json.dumps(read(folder)))

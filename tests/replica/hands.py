@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from tests.replica.training import BATCH, GRAIN, SIZE, alone, shadow
 
 PROGRAM = "tests.replica.training"
 TOLERANCE = 1e-9
+# Who is killed is missed soon, and nobody is whom a busy machine keeps waiting.
+LEASE_S, TERMS = 10.0, {"beat_s": 0.2, "grace_s": 0.2}
 _runs = itertools.count()
 
 
@@ -26,11 +29,19 @@ def new_zygote() -> Zygote:
 
 
 class Hands:
-    """All peers of one run. Leaving the block ends those that are left."""
+    """All peers of one run. Leaving the block ends those that are left.
 
-    def __init__(self, zygote: Zygote, url: str, *, epochs: int = 3, **train) -> None:
+    With `linger_s` they take their time for each pass until `hurry`, and `finish` begins with that:
+    the run lasts until what the test waits for has happened, however late that is.
+    """
+
+    def __init__(
+        self, zygote: Zygote, url: str, *, epochs: int = 3, terms: dict | None = None, **train
+    ) -> None:
         self._zygote, self._url = zygote, url
-        self._train = {"epochs": epochs, "lease_s": 2.0, **train}
+        self._train = {"epochs": epochs, "lease_s": LEASE_S, **train}
+        self._terms = TERMS | (terms or {})
+        self._hurries = False
         self.run = f"hands-{os.getpid()}-{next(_runs)}"
         self.all: list[PeerProcess] = []
         self.strays: dict[PeerProcess, list[int]] = {}
@@ -51,8 +62,16 @@ class Hands:
         orders = {"url": self._url, "run": self.run, "name": name, **self._train, **train}
         more = {} if loses is None else {"loses": loses}
         hand = PeerProcess(
-            self._zygote, name, program=PROGRAM, points=list(points), train=orders, **more
+            self._zygote,
+            name,
+            program=PROGRAM,
+            points=list(points),
+            train=orders,
+            terms=self._terms,
+            **more,
         )
+        if self._hurries:
+            hand.tell("hurry")
         hand.life = self._life
         self.all.append(hand)
         return hand
@@ -66,21 +85,31 @@ class Hands:
         self._life += 1
         left = [hand for hand in self.all if self._zygote.status(hand.pid, 0) is None]
         for hand in left:
-            os.kill(hand.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # then its status says so
+                os.kill(hand.pid, signal.SIGKILL)
         for hand in left:
             assert hand.wait() == -signal.SIGKILL, f"it ended by itself: {hand.report()}"
 
+    def hurry(self) -> None:
+        """Nobody lingers any more."""
+        self._hurries = True
+        for hand in self.all:
+            with suppress(OSError):  # it has ended
+                hand.tell("hurry")
+
     def finish(self, *dead: PeerProcess, patience_s: float = 60.0) -> None:
         """All but the dead come to the end; then all that anybody has said is checked."""
+        self.hurry()
         for hand in self.all:
             if hand not in dead:
                 assert hand.wait(patience_s) == 0, hand.report()
         self.check(dead)
-        assert any(hand not in dead for hand in self.all)
+        assert any(hand not in dead for hand in self.all), "all were to die"
 
     def check(self, dead: Sequence[PeerProcess] = ()) -> None:
         """The same run: loss, state, samples and the model at the end are those of one process."""
-        losses, model = alone(self.epochs, self._train.get("grain", GRAIN))
+        grain, bad = self._train.get("grain", GRAIN), self._train.get("bad") or ()
+        losses, model = alone(self.epochs, grain, bad=bad)
         states: dict[tuple[int, int], str] = {}
         seen: set[int] = set()
         for hand in self.all:
@@ -100,11 +129,16 @@ class Hands:
                         continue
                     assert state == said["state"], f"round {number} differs: {hand.report()}"
                 if "counted" in said:
-                    check_counted(said)
+                    check_counted(said, grain or 1)
                 if "done" in said and hand not in dead:
-                    assert said["done"] == self.num_rounds
-                    assert said["shadow"] == pytest.approx(shadow(model), abs=100 * TOLERANCE)
-        assert sorted(seen) == list(range(self.num_rounds))
+                    assert said["done"] == self.num_rounds, hand.report()
+                    wanted = pytest.approx(shadow(model), abs=100 * TOLERANCE)
+                    assert said["shadow"] == wanted, hand.report()
+        assert sorted(seen) == list(range(self.num_rounds)), self.report()
+
+    def report(self) -> str:
+        """Of all of them."""
+        return "\n\n".join(hand.report() for hand in self.all)
 
     def __enter__(self) -> Hands:
         return self
@@ -114,11 +148,11 @@ class Hands:
             hand.close()
 
 
-def check_counted(said: dict) -> None:
+def check_counted(said: dict, grain: int = GRAIN) -> None:
     """Each sample of the round counted once."""
     calendar = training.Calendar(SIZE, BATCH)
     counted = sorted(unit for start, stop in said["spans"] for unit in range(start, stop))
-    units = -(-calendar.num_samples(said["counted"]) // GRAIN)
+    units = -(-calendar.num_samples(said["counted"]) // grain)
     assert counted == list(range(units)), said
 
 

@@ -146,7 +146,7 @@ def test_one_is_killed_and_the_others_go_by_the_same(zygote, hub, place, what):
     url = f"{hub.address}?insecure=1"
     points = [(place, {"what": what, "round": 5 if what == "Sum" else 3, "then": "die"})]
     with Peers(zygote, url, [6, 7, 8], points) as peers:
-        assert peers[place].wait(60) == -9
+        assert peers[place].wait(60) == -9, peers[place].report()
         left = [peer for peer in peers if peer is not peers[place]]
         for peer in left:
             assert peer.wait(60) == 0, peer.report()

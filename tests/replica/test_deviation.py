@@ -19,7 +19,7 @@ from manyhands.replica.deviation import (
     compare,
 )
 from manyhands.replica.fingerprint import Tensors
-from tests.replica.hands import Hands, until_members, until_round
+from tests.replica.hands import Hands, held_at, until_members, until_round
 from tests.replica.training import nudge
 
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
@@ -31,9 +31,7 @@ def num_lives(hand) -> int:
 
 def begin(hands: Hands, astray: list[int]):
     """Three peers, of which the second goes astray."""
-    first, second, third = (
-        hands.join(min_peers=3, pace_s=0.005, astray=bad) for bad in (None, astray, None)
-    )
+    first, second, third = (hands.join(min_peers=3, astray=bad) for bad in (None, astray, None))
     hands.strays[second] = []
     until_members(first, 3)
     return first, second, third
@@ -41,10 +39,11 @@ def begin(hands: Hands, astray: list[int]):
 
 def test_one_that_is_off_by_one_bit_once(zygote, url):
     """It is named, takes the state of the others, and is one of them again; they never stop."""
-    with Hands(zygote, url, epochs=25) as hands:
+    with Hands(zygote, url, epochs=25, linger_s=0.1, linger_from=20) as hands:
         first, astray, third = begin(hands, [20])
         apart = until_members(first, 2, after=20)
         until_members(first, 3, after=apart)
+        hands.hurry()
         until_round(astray, hands.num_rounds - 1)  # from the run's first round to its last
         hands.finish()
         rounds = hands.strays[astray]
@@ -60,7 +59,7 @@ def test_one_that_is_off_by_one_bit_once(zygote, url):
 
 def test_one_that_is_off_again_and_again(zygote, url):
     """It stops with an error that says where to look, and the others go on."""
-    with Hands(zygote, url, epochs=25) as hands:
+    with Hands(zygote, url, epochs=25, linger_s=0.1) as hands:
         first, astray, third = begin(hands, list(range(5, 100)))
         assert astray.wait() == 1, astray.report()
         assert "Differs" in astray.report()
@@ -72,10 +71,11 @@ def test_one_that_is_off_again_and_again(zygote, url):
 
 def test_the_others_die_before_they_could_help(zygote, url):
     """Then its own state is the best there is: the run goes on with that."""
-    with Hands(zygote, url, epochs=10) as hands:
-        first = hands.join(min_peers=2, pace_s=0.005)
+    gives = {"what": "Snapshot", "applied": 8, "before": True, "then": "wait"}  # not when it opens
+    with Hands(zygote, url, epochs=10, min_peers=2) as hands:
+        first = hands.join(held_at(30), gives)
         first.until(lambda said: "dialed" in said)  # the first of the roster: it is right
-        astray = hands.join(min_peers=2, pace_s=0.005, astray=[6])
+        astray = hands.join(astray=[6])
         hands.strays[astray] = []
         astray.until(lambda _: num_lives(astray) == 2)
         first.kill()
@@ -85,10 +85,10 @@ def test_the_others_die_before_they_could_help(zygote, url):
 
 def test_peers_of_two_kinds(zygote, url):
     """One line says so; nobody is named, also not who got its state from both of them."""
-    with Hands(zygote, url, epochs=12) as hands:
-        first, _ = (hands.join(min_peers=2, pace_s=0.01, flush=flush) for flush in (False, True))
+    with Hands(zygote, url, epochs=12, linger_s=0.1) as hands:
+        first, _ = (hands.join(min_peers=2, flush=flush) for flush in (False, True))
         until_members(first, 2)
-        late = hands.join(pace_s=0.01)
+        late = hands.join()
         until_members(first, 3)
         hands.finish()
         for hand in hands.all:

@@ -11,10 +11,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 from manyhands.checkpoint.store import Store
 from manyhands.core.errors import AddressError, UsageError
-from tests.replica.hands import Hands
+from tests.replica.hands import Hands, held_at
 from tests.replica.training import alone, shadow
 
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
+
+
+GATHERING_S = 2.0  # how long a run that opens waits for one that is dead
 
 
 def reached(number):
@@ -22,8 +25,8 @@ def reached(number):
 
 
 def test_asked_to_end_it_finishes_its_round_and_leaves(zygote, url):
-    with Hands(zygote, url, epochs=6) as hands:
-        first, second = hands.start(2, pace_s=0.01)
+    with Hands(zygote, url, epochs=6, linger_s=0.2) as hands:
+        first, second = hands.start(2)
         second.until(reached(3))
         second.tell("terminate")
         assert second.wait() == 0, second.report()
@@ -34,8 +37,9 @@ def test_asked_to_end_it_finishes_its_round_and_leaves(zygote, url):
 def test_ctrl_c_saves_and_ends(zygote, url, tmp_path):
     """Alone, it leaves a checkpoint of exactly where it was; the run goes on from there."""
     folder = tmp_path / "saved"
-    with Hands(zygote, url, epochs=6, checkpoints=str(folder), save_every=1000) as hands:
-        first = hands.join(pace_s=0.01)
+    options = {"checkpoints": str(folder), "save_every": 1000, "linger_s": 0.2}
+    with Hands(zygote, url, epochs=6, **options) as hands:
+        first = hands.join()
         first.until(reached(3))
         first.tell("interrupt")
         assert first.wait() == -signal.SIGINT, first.report()
@@ -51,7 +55,7 @@ def test_what_a_loop_does_after_it_was_asked_to_end_is_not_saved(zygote, hub, tm
     """It steps its scheduler in the middle of an epoch; nobody else would have."""
     url, folder = f"{hub.address}?insecure=1", tmp_path / "saved"
     with Hands(zygote, url, epochs=6, checkpoints=str(folder), save_every=1000) as hands:
-        first = hands.join(pace_s=0.01)
+        first = hands.join(linger_s=0.2)
         first.until(reached(4))  # of four an epoch
         first.tell("terminate")
         assert first.wait() == 0, first.report()
@@ -113,10 +117,11 @@ def test_a_loop_over_the_old_loader_is_told_that_it_trained_nothing(caplog):
 
 
 def test_killed_while_it_leaves(zygote, url):
-    with Hands(zygote, url, epochs=6) as hands:
-        _, second = hands.start(2, pace_s=0.01)
+    with Hands(zygote, url, epochs=6, linger_s=0.2) as hands:
+        _, second = hands.start(2, {"what": "leaving", "then": "wait"})
         second.until(reached(3))
         second.tell("terminate")
+        second.until(lambda said: said.get("at") == "leaving")
         second.kill()
         assert second.wait() == -signal.SIGKILL
         hands.finish(second)
@@ -124,38 +129,39 @@ def test_killed_while_it_leaves(zygote, url):
 
 def test_a_run_whose_state_is_lost_is_not_begun_anew_in_silence(zygote, hub):
     with Hands(zygote, f"{hub.address}?insecure=1") as hands:
-        hands.join().until(reached(3))
+        hands.join(held_at(3)).until(reached(3))
         hands.kill()
         another = hands.join()
-        assert another.wait() == 1
+        assert another.wait() == 1, another.report()
         assert "had a state, and nobody has it any more" in another.report()
 
 
 def test_who_trains_something_else_is_told_what_and_disturbs_nobody(zygote, url):
-    with Hands(zygote, url, epochs=20) as hands:
-        hands.join(pace_s=0.01).until(reached(2))
+    with Hands(zygote, url, epochs=20, linger_s=0.1) as hands:
+        hands.join().until(reached(2))
         stranger = hands.join(grain=2, checkpoints=None)
-        assert stranger.wait() == 1
+        assert stranger.wait() == 1, stranger.report()
         assert "grain_size is 4 there and 2 here" in stranger.report()
         hands.finish(stranger)
 
 
 def test_one_dies_while_the_run_opens(zygote, url):
-    with Hands(zygote, url) as hands:
-        _, second, _ = hands.start(3)
+    with Hands(zygote, url, min_peers=3, lease_s=GATHERING_S) as hands:
+        # Wherever it is by then, it does not come to the end before it is killed.
+        _, second, _ = (hands.join(*points) for points in ((), (held_at(1),), ()))
         second.until(lambda said: "joined" in said)
         second.kill()
-        fourth = hands.join()
+        fourth = hands.join(min_peers=1)
         hands.finish(second, fourth)
         assert fourth.wait() == 0, fourth.report()  # it may have come too late
 
 
 def test_one_after_the_other_dies_while_the_run_opens(zygote, url):
     """No sample was computed yet, and so none is to blame."""
-    with Hands(zygote, url, min_peers=4, dies_opening=True) as hands:
+    with Hands(zygote, url, min_peers=4, dies_opening=True, lease_s=GATHERING_S) as hands:
         some = [hands.join() for _ in range(4)]
         dead = [hand for hand in some if hand.wait() == -signal.SIGKILL]
-        assert len(dead) == 3
+        assert len(dead) == 3, hands.report()
         hands.finish(*dead)
 
 
@@ -167,7 +173,7 @@ def test_the_only_one_with_a_state_dies_while_it_sends_that(zygote, hub, before)
         first = hands.join(point, pace_s=0.01)
         first.until(reached(0))
         another = hands.join()
-        assert first.wait() == -signal.SIGKILL
+        assert first.wait() == -signal.SIGKILL, first.report()
         assert another.wait() == 1, another.report()
         assert "had a state, and nobody has it any more" in another.report()
 
@@ -176,11 +182,12 @@ def test_the_only_one_with_a_state_dies_while_it_sends_that(zygote, hub, before)
 def test_the_founder_dies_while_the_run_opens_at_its_first_snapshot(zygote, hub, tmp_path, before):
     """The state is for one that has none; another one has brought its own, and goes on."""
     point = {"what": "Snapshot", "before": before}
-    with Hands(zygote, f"{hub.address}?insecure=1", min_peers=3) as hands:
+    url = f"{hub.address}?insecure=1"
+    with Hands(zygote, url, min_peers=3, lease_s=GATHERING_S) as hands:
         founder = hands.join(point)
         founder.until(lambda said: "dialed" in said)
         hands.join()
         late = hands.join(checkpoints=str(tmp_path), resume=True)
-        assert founder.wait() == -signal.SIGKILL
+        assert founder.wait() == -signal.SIGKILL, founder.report()
         hands.finish(founder, late)
         assert late.wait() == 0, late.report()  # it may have come too late for the rest

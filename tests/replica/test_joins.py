@@ -13,20 +13,22 @@ pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check l
 HOLD = {"what": "Snapshot", "count": 2, "before": True, "then": "wait"}
 """In the middle of a state: one piece of it is on its way, the donor's others are held."""
 COUNT = {"what": "Snapshot", "count": "any", "before": True, "then": "say"}
+LINGER_S = 0.05
+"""A pass of a member: the run is not over before a newcomer is in."""
 
 
 def begin_two(hands: Hands, *points: dict):
     """Two members; the second one has these points."""
-    first = hands.join(pace_s=0.005)
+    first = hands.join()
     until_round(first, 0)
-    second = hands.join(*points, pace_s=0.005)
+    second = hands.join(*points)
     until_members(first, 2)
     return first, second
 
 
 def test_killed_while_the_state_is_on_its_way(zygote, url):
     """The members go on, and the next newcomer gets in."""
-    with Hands(zygote, url, epochs=25) as hands:
+    with Hands(zygote, url, epochs=25, linger_s=LINGER_S) as hands:
         first, donor = begin_two(hands, HOLD)
         victim = hands.join()
         donor.until(lambda said: said.get("at") == "Snapshot")
@@ -39,7 +41,7 @@ def test_killed_while_the_state_is_on_its_way(zygote, url):
 
 def test_members_go_on_while_the_state_is_on_its_way(zygote, url):
     """No round waits for a join, however long that takes; then the newcomer gets in."""
-    with Hands(zygote, url, epochs=25) as hands:
+    with Hands(zygote, url, epochs=25, linger_s=LINGER_S) as hands:
         first, donor = begin_two(hands, HOLD)
         hands.join()
         donor.until(lambda said: said.get("at") == "Snapshot")
@@ -52,8 +54,8 @@ def test_members_go_on_while_the_state_is_on_its_way(zygote, url):
 
 def test_ten_at_once(zygote, url):
     """All get in, and their states come from all members."""
-    with Hands(zygote, url, epochs=20, lease_s=10.0) as hands:
-        first, *_ = old = [hands.join(COUNT, min_peers=3, pace_s=0.01) for _ in range(3)]
+    with Hands(zygote, url, epochs=20, linger_s=LINGER_S) as hands:
+        first, *_ = old = [hands.join(COUNT, min_peers=3) for _ in range(3)]
         until_members(first, 3)
         new = [hands.join(COUNT) for _ in range(10)]
         until_members(first, 13)
@@ -75,9 +77,9 @@ def test_one_without_a_state_while_the_run_opens(zygote, url, tmp_path):
 
 def test_one_that_cannot_keep_up(zygote, url):
     """It is told how fast the run is and how fast it was itself, and no round has waited for it."""
-    with Hands(zygote, url, epochs=40, lease_s=1.0) as hands:
+    with Hands(zygote, url, epochs=40, lease_s=2.0, linger_s=LINGER_S) as hands:
         first, _ = begin_two(hands)
-        slow = hands.join(pace_s=0.25)
+        slow = hands.join(pace_s=8 * LINGER_S)  # slower than the others on any machine
         assert slow.wait() == 1, slow.report()
         rates = re.search(r"makes (\S+) rounds a second, .* replay (\S+),", slow.report())
         assert rates is not None, slow.report()
@@ -88,7 +90,7 @@ def test_one_that_cannot_keep_up(zygote, url):
 
 def test_one_whose_state_never_comes_in_time(zygote, url):
     """Its link alone is too slow: what follows has a hole before the state is here, every time."""
-    with Hands(zygote, url, epochs=1000, lease_s=1.0) as hands:
+    with Hands(zygote, url, epochs=1000, lease_s=2.0, linger_s=LINGER_S) as hands:
         first, _ = begin_two(hands)
         slow = hands.join(loses="Snapshot")
         assert slow.wait() == 1, slow.report()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import pytest
@@ -21,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 import manyhands as mh
-from manyhands.core.errors import LinkTimeout, ManyhandsError, UsageError
+from manyhands.core.errors import ManyhandsError, UsageError
 from manyhands.core.peers import PeerState
+from manyhands.links.messages import Ready
+from manyhands.replica import session
 from tests.replica.loops import (
     ALONE,
     BATCH,
@@ -553,22 +554,50 @@ def test_a_loop_that_ends_while_the_last_of_the_others_dies():
     leaving[0].join()
 
 
-def test_a_loop_that_ends_before_a_newcomer_is_taken_in():
+class Hesitant:
+    """A link by which its peer is ready only after it has called this."""
+
+    def __init__(self, link, hesitate):
+        self._link, self._hesitate = link, hesitate
+
+    def __getattr__(self, name):
+        return getattr(self._link, name)
+
+    def tell(self, word):
+        if isinstance(word, Ready):
+            self._hesitate()
+        self._link.tell(word)
+
+
+def test_a_loop_that_ends_before_a_newcomer_is_taken_in(monkeypatch):
     """It is the only member, and the other waits for the round that it does not compute."""
-    going, over = threading.Event(), []
+    going, coming, may_come = threading.Event(), threading.Event(), threading.Event()
+    over, dial = [], session.dial
+
+    def hesitate():
+        coming.set()
+        assert may_come.wait(30)
+
+    def dial_hesitantly(address, me, *more):
+        link = dial(address, me, *more)
+        return Hesitant(link, hesitate) if me.name == "second" else link
+
+    monkeypatch.setattr(session, "dial", dial_hesitantly)
 
     def come(view):
         return len(view.peers(PeerState.ACTIVE)) == 2
 
     def loop(run, model, optimizer, loader, *, stays):
         rounds = run._session.conductor.rounds
-        while run.round < 100:
+        while not stays or run.round < 100:
             for batch in loader:
                 if not stays:
                     going.set()
-                    with suppress(LinkTimeout):
-                        rounds.outlook.wait_for_view(come, COMING_S)
-                    if len(run.roster) == 2 and len(rounds.members) == 1:
+                    # It comes between two commits, and so is no member of this round.
+                    if coming.wait(COMING_S):
+                        may_come.set()
+                        rounds.outlook.wait_for_view(come, 30)
+                        assert (len(run.roster), len(rounds.members)) == (2, 1)
                         return
                 mean_loss(model, batch).backward()
                 optimizer.step()
@@ -579,7 +608,7 @@ def test_a_loop_that_ends_before_a_newcomer_is_taken_in():
         with mh.join("local:///taken-in-by-nobody", name=name) as run:
             given = run.wrap(model, adam(model), DataLoader(Points(), BATCH))
             loop(run, *given[:3], stays=name == "second")
-        over.append((name, run.round >= 100))
+        over.append((name, name == "second" and run.round >= 100))
 
     threads = [threading.Thread(target=peer, args=(n,), daemon=True) for n in ("first", "second")]
     threads[0].start()

@@ -115,9 +115,10 @@ def test_scalars_go_before_news():
     for _ in range(4):
         scalars.news.tell("é" * 16, "é" * 120)
     for number in range(64):
-        scalars.say_after(f"{number:02}" + "é" * 50, 1.0, 1.0, closed=True)
+        scalars.say_after(f"{number:02}" + "é" * 40, 1.0, 1.0, closed=True)
     scalars.begin_pass(0)
     report = scalars.report(0, SelfReport(0))
     assert len(report.scalars) <= NOTES_BYTES
     scalars.committed(0, scalars.note([Part(0, NO_TAG, 0, UNITS, report=report)]), 0)
     assert len(scalars.agreed) == 64
+    assert len(scalars.news.waiting) == 4

@@ -124,7 +124,7 @@ def test_the_anchor_dies_in_a_resync(zygote, url, before):
     with Classes(zygote, url, resync_every=1) as hands:
         death = {**RESYNC, "count": 9, "before": before, "then": "die"}
         first, second, other = hands.begin("aab", death)
-        assert first.wait() == -9
+        assert first.wait() == -9, first.report()
         hands.finish(first)
         check_equal(second, other)
 
@@ -133,7 +133,7 @@ def test_all_of_the_anchors_class_die(zygote, hub_url):
     """In a re-sync. Those of one class are left: there are no more of them."""
     with Classes(zygote, hub_url, resync_every=1) as hands:
         first, *others = hands.begin("abb", {**RESYNC, "count": 5, "then": "die"})
-        assert first.wait() == -9
+        assert first.wait() == -9, first.report()
         hands.finish(first)
         assert equal_rounds(*others) == set(range(hands.num_rounds))
         ended, begun = (parameters(others[0], when) for when in ("ends", "begins"))
@@ -144,7 +144,7 @@ def test_all_of_the_anchors_class_die(zygote, hub_url):
 
 
 def test_one_of_another_class_that_comes_causes_one(zygote, url):
-    with Classes(zygote, url, epochs=12, resync_every=NEVER, pace_s=0.01) as hands:
+    with Classes(zygote, url, epochs=12, resync_every=NEVER, linger_s=0.1) as hands:
         first, second = hands.begin("aa")
         until_round(first, 3)
         late = hands.join_second()
@@ -159,7 +159,7 @@ def test_one_of_another_class_that_comes_causes_one(zygote, url):
 
 def test_a_state_comes_from_one_class(zygote, url):
     """From the anchors' alone, though it is another one that is asked, perhaps."""
-    with Classes(zygote, url, epochs=12, resync_every=1, pace_s=0.01) as hands:
+    with Classes(zygote, url, epochs=12, resync_every=1, linger_s=0.1) as hands:
         first = hands.join(COUNT, min_peers=3)
         first.until(lambda said: "dialed" in said)
         hands.join(COUNT, min_peers=3)
@@ -179,22 +179,22 @@ def test_a_state_comes_from_one_class(zygote, url):
 
 def test_all_who_had_the_state_die_before_it_is_there(zygote, url):
     """The newcomer gets that of the other class."""
-    with Classes(zygote, url, epochs=12, resync_every=NEVER, pace_s=0.01) as hands:
+    with Classes(zygote, url, epochs=12, resync_every=NEVER, linger_s=0.1) as hands:
         middle = {"what": "Snapshot", "applied": 8, "count": 2, "before": True, "then": "die"}
         donor, first, _ = hands.begin("abb", middle)
         until_round(first, 8)
         late = hands.join_second()
-        assert donor.wait() == -9
+        assert donor.wait() == -9, donor.report()
         late.until(lambda said: "begins" in said)
         hands.finish(donor)
 
 
 def test_one_that_cannot_keep_up(zygote, hub_url):
     """A re-sync costs it no time, and is no sign that it could."""
-    with Classes(zygote, hub_url, epochs=60, lease_s=1.0, resync_every=1) as hands:
+    with Classes(zygote, hub_url, epochs=60, lease_s=2.0, resync_every=1, linger_s=0.05) as hands:
         first, _ = hands.begin("ab")
         until_members(first, 2)
-        slow = hands.join(pace_s=0.25)
+        slow = hands.join(pace_s=0.4)
         assert slow.wait() == 1, slow.report()
         assert "TooSlow" in slow.report()
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.replica.hands import Hands
+from tests.replica.hands import Hands, held_at, until_members
 
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
 
@@ -26,10 +26,11 @@ def test_peers_of_different_speed(zygote, url):
 
 
 def test_one_that_comes_late_is_taken_in(zygote, url):
-    with Hands(zygote, url, epochs=20) as hands:
-        first = hands.join(pace_s=0.01)
+    with Hands(zygote, url, epochs=20, linger_s=0.05) as hands:
+        first = hands.join()
         first.until(lambda said: said.get("round", -1) >= 5)
         late = hands.join()
+        until_members(first, 2)
         hands.finish()
         members = max(said["members"] for said in first.said if "members" in said)
         assert members == 2
@@ -40,7 +41,8 @@ def test_one_that_comes_late_is_taken_in(zygote, url):
 def test_three_hundred_steps_with_deaths_and_arrivals(zygote, url, seed):
     """Up to five peers of uneven speed; whom, when and how many is drawn."""
     dice = random.Random(seed)
-    with Hands(zygote, url, epochs=75) as hands:
+    # Nobody comes to the end before the last one has come in.
+    with Hands(zygote, url, epochs=75, linger_s=0.1, linger_from=185) as hands:
         keeper, *_ = hands.start(3, pace_s=0.002)
         dead = []
         for at in sorted(dice.sample(range(10, 180), 8)):
@@ -52,6 +54,9 @@ def test_three_hundred_steps_with_deaths_and_arrivals(zygote, url, seed):
                 dead.append(victim)
             else:
                 hands.join(pace_s=dice.choice((0.0, 0.002, 0.006)))
+        for hand in hands.all:
+            if hand not in dead:
+                hand.until(lambda said: "round" in said)
         hands.finish(*dead)
 
 
@@ -80,13 +85,14 @@ def test_killed_in_any_phase(zygote, url, place, point):
             points = [point | {"then": "die"}] if number == place else []
             hands.join(*points, min_peers=3).until(lambda said: "dialed" in said)
         victim = hands.all[place]
-        assert victim.wait(60) == -9
+        assert victim.wait(60) == -9, victim.report()
         hands.finish(victim)
 
 
 def test_all_but_one_are_killed(zygote, url):
     with Hands(zygote, url, epochs=6) as hands:
-        hands.start(4, pace_s=0.01)
+        for points in ((held_at(5),), (), (held_at(5),), (held_at(5),)):
+            hands.join(*points, min_peers=4)
         hands.all[1].until(lambda said: said.get("round", -1) >= 3)
         for victim in (hands.all[0], hands.all[3], hands.all[2]):
             victim.kill()
@@ -95,11 +101,12 @@ def test_all_but_one_are_killed(zygote, url):
 
 def test_stopped_for_longer_than_its_lease(zygote, url):
     """It comes back by itself, as a new incarnation, and takes part again."""
-    with Hands(zygote, url, epochs=14) as hands:
-        first, second = hands.start(2, pace_s=0.02)
+    with Hands(zygote, url, epochs=14, lease_s=3.0, linger_s=0.2) as hands:
+        first, second = hands.start(2)
         second.until(lambda said: said.get("round", -1) >= 2)
         second.stop()
-        first.until(lambda said: said.get("members") == 1)
+        alone = until_members(first, 1)
         second.go_on()
+        until_members(first, 2, after=alone)
         hands.finish()
         assert [said["members"] for said in first.said if "members" in said][-1] == 2

@@ -14,14 +14,17 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import manyhands as mh
 from manyhands.core.peers import PeerState
+from manyhands.data import BadSample, Loader
 from manyhands.data.calendar import Calendar
 from manyhands.data.order import Order
 from manyhands.replica.conductor import Conductor
@@ -34,10 +37,10 @@ WIDTH = 160  # so that there are parts for four owners
 
 
 class Points(Dataset):
-    """Labelled points. One of them may kill whoever looks at it."""
+    """Labelled points. One of them may kill whoever looks at it, some may be bad."""
 
-    def __init__(self, deadly: int | None = None) -> None:
-        self.deadly = deadly
+    def __init__(self, deadly: int | None = None, bad: Collection[int] = ()) -> None:
+        self.deadly, self.bad = deadly, frozenset(bad)
         generator = torch.Generator().manual_seed(3)
         self.x = torch.randn(SIZE, FEATURES, generator=generator, dtype=torch.float64)
         self.y = torch.randint(0, CLASSES, (SIZE,), generator=generator)
@@ -48,7 +51,12 @@ class Points(Dataset):
     def __getitem__(self, index):
         if index == self.deadly:
             os.kill(os.getpid(), signal.SIGKILL)
+        if index in self.bad:
+            raise BadSample(self.where(index), "it is torn")
         return self.x[index], self.y[index]
+
+    def where(self, index: int) -> str:
+        return f"point {index}"
 
 
 def make(grain: int | None = GRAIN, device: str = "cpu"):
@@ -80,11 +88,12 @@ criterion = nn.CrossEntropyLoss()
 
 
 def alone(
-    epochs: int, grain: int | None = GRAIN, device: str = "cpu"
+    epochs: int, grain: int | None = GRAIN, device: str = "cpu", bad: Collection[int] = ()
 ) -> tuple[list[float], nn.Module]:
     """Loss of each round, and the model at the end, in a plain loop without anything of ours.
 
-    But for the order of the samples and the seed of a pass, which are part of the promise.
+    But for the order of the samples and the seed of a pass, which are part of the promise. Samples
+    that are bad are left out, and a grain of which one alone is left: nobody can normalise that.
     """
     data, (model, optimizer, schedule) = Points(), make(grain, device)
     calendar, losses = Calendar(SIZE, BATCH), []
@@ -96,12 +105,15 @@ def alone(
         sums = {n: torch.zeros_like(b, dtype=torch.float64) for n, b in before.items()}
         optimizer.zero_grad()
         total = 0.0
-        for first in range(0, len(places), size):
-            chosen = places[first : first + size]
+        grains = {f: left_of(places[f : f + size], bad) for f in range(0, len(places), size)}
+        least = 2 if grain else 1
+        grains = {f: chosen for f, chosen in grains.items() if len(chosen) >= least}
+        num_left = sum(map(len, grains.values()))
+        for first, chosen in grains.items():
             for name, buffer in model.named_buffers():
                 buffer.data.copy_(before[name])
             torch.manual_seed(seed_of_pass(SEED, number, first // size))
-            share = len(chosen) / len(places)
+            share = len(chosen) / num_left
             x, y = data.x[chosen].to(device), data.y[chosen].to(device)
             loss = criterion(model(x), y)
             (loss * share).backward()
@@ -109,13 +121,19 @@ def alone(
             for name, buffer in model.named_buffers():
                 sums[name] += buffer * share
         for name, buffer in model.named_buffers():
-            buffer.data.copy_(sums[name] if buffer.is_floating_point() else before[name] + 1)
+            counted = before[name] + (0 in grains)
+            buffer.data.copy_(sums[name] if buffer.is_floating_point() else counted)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(total)
         if calendar.span(number + 1).epoch > epoch:
             schedule.step()
     return losses, model
+
+
+def left_of(places: torch.Tensor, bad: Collection[int]) -> torch.Tensor:
+    """Those that are not bad."""
+    return torch.tensor([p for p in places.tolist() if p not in bad], dtype=torch.int64)
 
 
 def shadow(model: nn.Module) -> list[float]:
@@ -137,6 +155,9 @@ class Teller:
     def pass_by(self, what: str, round_: int) -> None:
         pass
 
+    def linger(self, seconds: float) -> None:
+        pass
+
 
 def train(
     teller: Any = None,
@@ -147,6 +168,8 @@ def train(
     epochs: int = 3,
     grain: int | None = GRAIN,
     pace_s: float = 0.0,
+    linger_s: float = 0.0,
+    linger_from: int = 0,
     min_peers: int = 1,
     lease_s: float = 10.0,
     stop_at: int | None = None,
@@ -156,20 +179,27 @@ def train(
     flush: bool = False,
     dies_opening: bool = False,
     show: bool = False,
+    bad: list[int] | None = None,
+    reading: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round.
 
+    A pass takes `pace_s` longer than it would; a round, from `linger_from` on, `linger_s`, until
+    the peer is told to hurry.
     In rounds that are `astray` its optimizer is off by the last bit of one number. `flush`: its
     arithmetic is another one, though not for numbers that come up here. `dies_opening`: see there.
-    `show`: it says what its parameters are when a round begins, and when it has stepped.
+    `show`: it says what its parameters are when a round begins, and when it has stepped. `bad`
+    samples are skipped, or what `reading`, the arguments of a Loader, says.
     """
     if dies_opening:
         die_opening()
     torch.set_flush_denormal(flush)
     teller = teller or Teller()
     model, optimizer, schedule = make(grain, device)
-    data = DataLoader(Points(deadly), BATCH, shuffle=True)
+    data: Any = DataLoader(Points(deadly), BATCH, shuffle=True)
+    if bad is not None:
+        data = Loader(Points(deadly, bad), BATCH, **{"bad": "skip", **(reading or {})})
     joined = mh.join(url, run=run, name=name, min_peers=min_peers, lease_s=lease_s, seed=SEED)
     with joined as hand:
         model, optimizer, loader, schedule = hand.wrap(
@@ -190,6 +220,9 @@ def train(
                     teller.say({"begins": at, "parameters": digest_of(model)})
                 teller.pass_by("forward", at)
                 time.sleep(pace_s)
+                if at >= linger_from:
+                    teller.linger(linger_s)
+                    linger_from = at + 1  # once a round
                 optimizer.zero_grad()
                 loss = criterion(model(x.to(device)), y.to(device))
                 mean = hand.mean(loss)
@@ -215,7 +248,9 @@ def train(
             schedule.step()
     deviated = [e for e in hand.events if isinstance(e, Deviated)]
     named = [[e.peer.name, e.round, e.tensor] for e in deviated]
-    teller.say({"done": hand.round, "shadow": shadow(model), "deviated": named})
+    met = sorted(error.where for error in loader.bad)
+    done = {"done": hand.round, "shadow": shadow(model), "deviated": named, "bad": met}
+    teller.say(done)
 
 
 def die_opening() -> None:
@@ -270,6 +305,20 @@ def dial_by_points(child: Any) -> None:
         return trip
 
     session.dial = dial_as_told
+    if "terms" in child.orders:
+        usual = session._terms
+        session._terms = lambda *given: replace(usual(*given), **child.orders["terms"])
+
+
+def leave_by_points(child: Any) -> None:
+    """It passes by the point "leaving" when the others have been told that it will."""
+    leave = Conductor.leave
+
+    def leave_and_pass_by(self: Conductor, *, finished: bool) -> None:
+        leave(self, finished=finished)
+        child.pass_by("leaving", None)
+
+    Conductor.leave = leave_and_pass_by
 
 
 def play(child: Any) -> None:
@@ -278,6 +327,7 @@ def play(child: Any) -> None:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     dial_by_points(child)
+    leave_by_points(child)
     deviation.STRIDE = 1  # all of the state is compared in every round
     train(child, **child.orders["train"])
 

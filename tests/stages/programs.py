@@ -11,13 +11,15 @@ from torch.nn import functional as F
 
 from manyhands.stages.pipeline import Pipeline
 
+LEASE_S = 60.0  # nobody is to be out whom a busy machine keeps waiting
+
 
 def enter(url, world):
     rank = int(os.environ["CREW_RANK"])
     if url.startswith("file:"):
         dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world)
     else:
-        life.join(url=url, world=world)
+        life.join(url=url, world=world, lease_s=LEASE_S)
 
 
 def train(case, group=None, modules=None):

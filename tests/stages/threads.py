@@ -33,7 +33,7 @@ class Later:
 class ThreadCarrier:
     words_on = torch.device("cpu")
 
-    def __init__(self, switch, rank, timeout_s=20.0):
+    def __init__(self, switch, rank, timeout_s=60.0):
         self.switch, self.rank, self.size = switch, rank, switch.size
         self.timeout_s = timeout_s
         self.num_sent = self.num_received = 0

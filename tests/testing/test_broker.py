@@ -26,7 +26,7 @@ def connect(url, **arguments):
         userid=unquote(parts.username),
         password=unquote(parts.password),
         virtual_host=unquote(parts.path[1:]),
-        connect_timeout=10,
+        connect_timeout=30,
         **arguments,
     )
 
@@ -35,7 +35,7 @@ def publish_and_get(connection, queue):
     channel = connection.channel()
     channel.queue_declare(queue, exclusive=True)
     channel.basic_publish(amqp.Message(b"hello"), routing_key=queue)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (message := channel.basic_get(queue, no_ack=True)) is None:
         assert time.monotonic() < deadline
     return message.body
@@ -164,5 +164,5 @@ def test_a_test_that_asks_for_the_shared_broker_late_is_not_blamed(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=."]
     command.append(f"--basetemp={tmp_path / 'inner'}")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "1 passed" in done.stdout, done.stdout
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert "error" not in done.stdout, done.stdout

@@ -147,7 +147,10 @@ def test_an_exception_of_the_block_is_not_hidden():
 def test_the_fixture_applies_to_every_test(tmp_path):
     """A leaking test fails under our conftest, a tidy one does not."""
     conftest = os.path.join(os.path.dirname(__file__), "..", "conftest.py")
-    (tmp_path / "conftest.py").write_text(open_text(conftest))
+    text, usual = open_text(conftest), "expected=expected)"
+    assert usual in text
+    quick = text.replace(usual, "expected=expected, patience_s=0.5)")  # a leak stays anyway
+    (tmp_path / "conftest.py").write_text(quick)
     (tmp_path / "test_it.py").write_text(
         "import socket, tempfile\n"
         "kept = []\n"
@@ -158,7 +161,7 @@ def test_the_fixture_applies_to_every_test(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=."]
     command.append(f"--basetemp={tmp_path / 'inner'}")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "3 passed, 2 errors" in done.stdout, done.stdout
+    assert "3 passed, 2 errors" in done.stdout, done.stdout + done.stderr
 
 
 def open_text(path):

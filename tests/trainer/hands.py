@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ class Hands:
 
     def finish(self, *dead: PeerProcess, epochs: int | None = None) -> list[dict]:
         """All but the dead end, with the same history, that of one process. Returns theirs."""
+        for hand in self.all:
+            with suppress(OSError):  # it has ended
+                hand.tell("hurry")
         epochs = epochs or self.epochs
         _, rows, model = oracle(epochs, self._train["grain"])
         ends = []
@@ -56,8 +60,9 @@ class Hands:
             assert hand.wait(60) == 0, hand.report()
             end = hand.until(lambda said: "history" in said)
             assert end["history"] == (ends or [end])[0]["history"], hand.report()  # to the bit
-            assert end["shadow"] == pytest.approx(shadow(model), abs=100 * TOLERANCE)
-            assert end["rounds"] == epochs * ROUNDS
+            wanted = pytest.approx(shadow(model), abs=100 * TOLERANCE)
+            assert end["shadow"] == wanted, hand.report()
+            assert end["rounds"] == epochs * ROUNDS, hand.report()
             ends.append(end)
         for mine, theirs in zip(ends[0]["history"], rows, strict=True):
             assert {n: mine[n] for n in theirs} == pytest.approx(theirs, abs=TOLERANCE)
@@ -127,6 +132,6 @@ def until(find: Callable[[], Any]) -> Any:
     """What it finds; it is asked again and again, for what nothing tells of."""
     deadline = time.monotonic() + PATIENCE_S
     while not (found := find()):
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
     return found

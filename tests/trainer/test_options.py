@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader
 import manyhands as mh
 from manyhands.core.errors import LinkTimeout, UsageError
 from manyhands.core.peers import PeerState
-from manyhands.observe import Desk
+from manyhands.data.loader import Loader
+from manyhands.data.table import BadSample
+from manyhands.observe import Desk, EventLog, merge
 from manyhands.trainer import trainer as module
 from tests.replica.loops import (
     BATCH,
@@ -74,7 +76,7 @@ def held_out():
     return DataLoader(HELD_OUT, 5)
 
 
-def fit(make, number=1, evaluation=held_out, **options):
+def fit(make, number=1, evaluation=held_out, train=data, **options):
     """By so many peers, as threads; `make` gives each a Trainer. Returns what each has."""
     url, results, errors = f"local:///trainers-{next(_runs)}", {}, []
     trainers = [make() for _ in range(number)]  # here: threads share the random numbers
@@ -85,7 +87,7 @@ def fit(make, number=1, evaluation=held_out, **options):
             with mh.join(url, **where, seed=SEED) as run:
                 trainer.model.register_forward_pre_hook(lambda *_: let_come(run, number))
                 given = evaluation() if evaluation else None
-                history = trainer.fit(data(), given, run=run, shares="equal", **options)
+                history = trainer.fit(train(), given, run=run, shares="equal", **options)
             results[place] = trainer, history
         except BaseException as error:  # noqa: BLE001  (the test shows it)
             errors.append(error)
@@ -386,7 +388,7 @@ def test_what_a_row_has():
     logger = trainer.loggers[0]
     assert logger.ends == ["success"]
     first, *_, last = [row for _, row in logger.rows]
-    assert set(first) == {"epoch", "train/loss", "lr", "data/wait_s"}
+    assert set(first) == {"epoch", "train/loss", "lr", "data/wait_s", "data/bad"}
     rest = {"perf/samples_per_s", "train/epoch_loss", "val/loss"}
     assert set(last) == set(first) | rest
     assert last["train/epoch_loss"] == history["train/loss"][-1]
@@ -395,7 +397,7 @@ def test_what_a_row_has():
     ((before, params),) = logger.params
     assert before == 0
     known = {"model": "Sequential", "optimizer": "AdamW", "lr": 0.05, "epochs": EPOCHS}
-    known |= {"batch": BATCH, "samples": SIZE, "peers": 1, "shares": "equal", "note": "mine"}
+    known |= {"batch": BATCH, "samples": SIZE, "shares": "equal", "note": "mine"}
     assert known.items() <= params.items()
 
 
@@ -430,6 +432,34 @@ def test_a_logger_that_hangs_holds_no_round_up(caplog):
     assert [step for step, _ in quiet.rows] == list(range(EPOCHS * ROUNDS))
 
 
+class Spoilt(Points):
+    bad = (3, 5, 20)
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise BadSample(f"sample {index}", "broken")
+        return super().__getitem__(index)
+
+
+def test_bad_samples_of_all_peers_are_in_one_log(number, tmp_path):
+    paths = iter([tmp_path / f"{place}.jsonl" for place in range(number)])
+
+    def make():
+        return maker(loggers=[EventLog(next(paths)), Quiet()])()
+
+    def loader():
+        return Loader(Spoilt(), BATCH, bad="skip")
+
+    results = fit(make, number, train=loader)
+    found = [event for event in merge(tmp_path.iterdir()) if event.what == "bad sample"]
+    assert {event.text for event in found} == {f"sample {n}: broken" for n in Spoilt.bad}
+    assert len({(event.peer, event.text) for event in found}) == len(found)  # once by each
+    rows = [row for trainer, _ in results for _, row in trainer.loggers[1].rows]
+    counts = [row["data/bad"] for row in rows]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(Spoilt.bad)
+
+
 def test_a_training_that_fails_says_so(monkeypatch):
     def step(model, batch):
         raise ZeroDivisionError
@@ -438,6 +468,13 @@ def test_a_training_that_fails_says_so(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         fit(made)
     assert quiet.ends == ["failed"]
+
+
+def test_a_desk_is_for_one_training():
+    make = maker(loggers=Desk([]))
+    fit(make)
+    with pytest.raises(UsageError, match="come to its end"):
+        fit(make)
 
 
 def test_what_is_no_logger():

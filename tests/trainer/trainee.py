@@ -6,14 +6,17 @@ passes by the points "forward" and "evaluate" of a round.
 
 from __future__ import annotations
 
-import time
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
 import manyhands as mh
+from manyhands.core.errors import LinkTimeout
+from manyhands.core.peers import PeerState
 from manyhands.observe import EventLog, JsonLines
 from tests.replica import training
+from tests.replica.loops import COMING_S
 from tests.replica.training import BATCH, GRAIN, SEED, Points, criterion, make, shadow
 
 HELD_OUT = 23
@@ -54,6 +57,13 @@ class Rows:
         self._teller.say({"rows": status})
 
 
+def let_come(hand, number) -> None:
+    """A newcomer needs rounds that go on, but not that quickly."""
+    outlook = hand._session.conductor.rounds.outlook
+    with suppress(LinkTimeout):
+        outlook.wait_for_view(lambda view: len(view.peers(PeerState.ACTIVE)) >= number, COMING_S)
+
+
 def train(
     teller: Any,
     *,
@@ -64,7 +74,8 @@ def train(
     grain: int | None = GRAIN,
     min_peers: int = 1,
     lease_s: float = 10.0,
-    pace_s: float = 0.0,
+    linger_s: float = 0.0,
+    company: int = 1,
     one_peer: bool = False,
     log: str | None = None,
     events: str | None = None,
@@ -90,7 +101,8 @@ def train(
                 teller.say({"told": f"{name} in round {hand.round}"})
                 hand.tell("test", f"{name} in round {hand.round}")
             teller.pass_by("forward", hand.round)
-            time.sleep(pace_s)
+            teller.linger(linger_s)
+            let_come(hand, company)
             return values(model, *batch)
 
         def evaluate(model):

@@ -188,6 +188,7 @@ def environment(
         **inherited,
         "MANYHANDS_URL": url,
         "MANYHANDS_RUN": run,
+        "MANYHANDS_LOCAL_PEERS": str(number),
         "MANYHANDS_MIN_PEERS": str(min_peers or 1),
         **({} if min_peers is None else {"MANYHANDS_WORLD_SIZE": str(min_peers)}),
         **({"MANYHANDS_RESUME": "1"} if resume else {}),

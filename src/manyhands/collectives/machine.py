@@ -174,8 +174,11 @@ class RoundMachine(Cutting):
     def _on_gap(self) -> None:
         if self.brought and not self.trusted:
             self._drop_sums(lambda _: False)  # the state itself may still be the right one
-        elif self.member and not self.active:
-            self._emit(Tell(Ready()))  # a founder cannot have missed anything
+        elif self.member:
+            # Lost before it was one, which nobody becomes who lacks a result; or a founder, who
+            # cannot have missed anything.
+            if not self.active:
+                self._emit(Tell(Ready()))
         else:
             # With a Ready under way this resigns: a hub has ignored that Ready, a broker has not.
             self._start_over("the link has lost results")

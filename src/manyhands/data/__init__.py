@@ -16,6 +16,12 @@ __all__ = [
     "DataSet",
     "dataset",
     "register",
+    from manyhands.data.chance import generator
+    from manyhands.data.loader import Loader
+    from manyhands.data.table import BadSample
+    "BadSample",
+    "Loader",
+    "generator",
 ]
 
 # Loaded at first use: the registry needs no torch, and the rest of the room does.
@@ -25,6 +31,9 @@ _LAZY = {
     "DataSet": "manyhands.data.registry",
     "dataset": "manyhands.data.registry",
     "register": "manyhands.data.writing",
+    "BadSample": "manyhands.data.table",
+    "Loader": "manyhands.data.loader",
+    "generator": "manyhands.data.chance",
 }
 
 

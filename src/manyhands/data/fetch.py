@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from manyhands.data.source import Source
+from manyhands.data.table import BadSample
 
 _BLOCK = 1 << 14  # positions whose places are computed at once: 128 cost a third as much
 _OF_DATA_SET = "in DataLoader worker process"  # what torch puts before an error of the data set
@@ -42,6 +43,14 @@ class Spot(NamedTuple):
 
     place: int
     seed: int
+
+
+class Rows(NamedTuple):
+    """The samples of a request that are there."""
+
+    batch: Any  # as collate made it of them; None if there is not one
+    num: int
+    bad: tuple[BadSample, ...] = ()  # those that are not, or not themselves
 
 
 class Reading(Dataset[Any]):
@@ -153,6 +162,17 @@ class Fetcher:
         with generators_kept():
             return self._collate(self._reading.__getitems__(self._spots.of(request)))
 
+    def read(self, request: Request) -> Rows:
+        """The same, as a `Supply`. All samples are there, or it raises."""
+        return Rows(self.fetch(request), len(request.positions))
+
+    def stand_in(self, request: Request) -> Any:  # noqa: ANN401
+        """The batch itself."""
+        return self.fetch(request)
+
+    def rest(self) -> None:
+        """Nothing is read ahead."""
+
     def close(self) -> None:
         """Nothing is left running."""
 
@@ -204,6 +224,18 @@ class WorkerFetcher:
                 continue
             if self._issued.popleft() == request:
                 return batch
+
+    def read(self, request: Request) -> Rows:
+        """The same, as a `Supply`. All samples are there, or it raises."""
+        return Rows(self.fetch(request), len(request.positions))
+
+    def stand_in(self, request: Request) -> Any:  # noqa: ANN401
+        """The batch itself."""
+        return self.fetch(request)
+
+    def rest(self) -> None:
+        """The workers of a DataLoader read ahead without end: they are closed."""
+        self.close()
 
     def _next(self) -> list[Spot]:
         if self._wanted is not None:

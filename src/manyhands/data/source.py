@@ -1,9 +1,10 @@
-"""Source: what of a user's DataLoader counts, and what cannot work, refused by name."""
+"""Source: what of a user's loader counts, and what cannot work, refused by name."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import (
@@ -19,20 +20,32 @@ from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.core.errors import UsageError
 from manyhands.data.order import Order, Ordered, Positions
+from manyhands.data.quarantine import Rules
 
 _REMEDY = "give a map-style Dataset (with __len__ and __getitem__), or a DataLoader over one"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """How samples are read, as the user's DataLoader says it. It changes no value of a batch."""
+    """How samples are read, as the user's loader says it. It changes no value of a batch."""
 
     num: int = 0
+    kind: str = "process"  # or "thread"
     prefetch: int = 2  # passes that each of them reads ahead
     pin_memory: bool = False
     timeout_s: float = 0.0
     init: Callable[[int], None] | None = None
     context: Any = None
+
+
+class Sourced(ABC):
+    """A loader that says itself what of it counts."""
+
+    @property
+    @abstractmethod
+    def source(self) -> Source:
+        """Raises UsageError if peers cannot share it out."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,10 @@ class Source:
     drop_last: bool = False
     chosen: Sequence[int] | None = None  # only these of the data set, by number
     workers: Workers = Workers()
+    rules: Rules | None = None  # about bad samples; None: of a DataLoader, which knows none
+    transform: Callable[[Any], Any] | None = None  # of a sample
+    device: Any = None  # where batches are to be
+    seed: int | None = None  # that the loader was given; None: none
 
     @property
     def size(self) -> int:
@@ -64,10 +81,15 @@ class Source:
 
     @classmethod
     def of(cls, data: Any, global_batch: int | None = None) -> Source:  # noqa: ANN401
-        """From a DataLoader, or from a data set with `global_batch`. Raises UsageError.
+        """From a loader, torch's or ours, or from a data set with `global_batch`. Raises
+        UsageError.
 
-        The batch size of a DataLoader is that of a whole round, whoever takes part.
+        The batch size of a loader is that of a whole round, whoever takes part.
         """
+        if isinstance(data, Sourced):
+            source = data.source
+            batch = source.batch if global_batch is None else global_batch
+            return replace(source, batch=check_batch(batch))
         if not issubclass(type(data), DataLoader):
             if global_batch is None:
                 raise UsageError(
@@ -75,15 +97,15 @@ class Source:
                     hint="give a DataLoader with its batch_size; to train on, global_batch=N "
                     "beside it does too",
                 )
-            return cls(dataset=_check_dataset(data), batch=_check_batch(global_batch))
-        dataset = _check_dataset(data.dataset)
+            return cls(dataset=check_dataset(data), batch=check_batch(global_batch))
+        dataset = check_dataset(data.dataset)
         if data.batch_size is None:
             raise UsageError(
                 _unbatched(data), hint="give the DataLoader a batch_size, that of a whole round"
             )
         return cls(
             dataset=dataset,
-            batch=_check_batch(data.batch_size if global_batch is None else global_batch),
+            batch=check_batch(data.batch_size if global_batch is None else global_batch),
             collate=data.collate_fn,
             drop_last=data.drop_last,
             workers=Workers(
@@ -127,7 +149,8 @@ def _order_of(sampler: Any) -> dict[str, Any]:  # noqa: ANN401
             )
 
 
-def _check_dataset(dataset: Any) -> Any:  # noqa: ANN401
+def check_dataset(dataset: Any) -> Any:  # noqa: ANN401
+    """It, if its samples have numbers. Raises UsageError."""
     name = type(dataset).__name__
     if issubclass(type(dataset), IterableDataset):
         raise UsageError(
@@ -148,7 +171,8 @@ def _check_dataset(dataset: Any) -> Any:  # noqa: ANN401
     return dataset
 
 
-def _check_batch(batch: int) -> int:
+def check_batch(batch: int) -> int:
+    """It, if it is one. Raises UsageError."""
     if batch < 1:
         raise UsageError(f"a global batch of {batch} samples", hint="at least one")
     return batch

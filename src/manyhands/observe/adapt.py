@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from manyhands.core.errors import UsageError
@@ -41,16 +42,25 @@ def adapt(thing: Any) -> Logger:  # noqa: ANN401
         return _Writer(thing)
     log = getattr(thing, "log", None)
     if callable(log) and callable(getattr(thing, "define_metric", None)):
-        return wandb.Rows(thing)
+        return wandb.Rows(_run_of(thing))
     if callable(log) and _takes(log, {}, step=0):
         return _Log(thing)
     if callable(thing):
         if _takes(thing, {}, 0):
             return _Calls(thing)
         if _takes(thing, {}, step=0):
-            return _Calls(lambda metrics, step: thing(metrics, step=step))
+            return _Named(thing)
         raise UsageError(f"{thing!r} cannot be called with (dict, step)", hint=f"pass {_TAKEN}")
     raise UsageError(f"a {type(thing).__name__} is no logger", hint=f"pass {_TAKEN}")
+
+
+def _run_of(thing: Any) -> Any:  # noqa: ANN401
+    """A run of wandb, or that of the module itself, on which people call `log` too."""
+    if not isinstance(thing, ModuleType):
+        return thing
+    if thing.run is None:
+        raise UsageError(f"{thing.__name__} has no run yet", hint="call wandb.init(...) first")
+    return thing.run
 
 
 def _takes(call: Callable[..., object], *arguments: object, **named: object) -> bool:
@@ -115,3 +125,10 @@ class _Calls(_Adapted):
 
     def _send(self, metrics: dict[str, float], step: int) -> None:
         self._thing(metrics, step)
+
+
+class _Named(_Adapted):
+    """The same, with the step by its name only."""
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        self._thing(metrics, step=step)

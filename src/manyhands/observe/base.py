@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol, runtime_checkable
 
 from manyhands.core.errors import UsageError
 
@@ -49,6 +51,20 @@ class MissingExtra(UsageError):
             f"{package} is not installed", hint=f"pip install 'manyhands[{extra}]', or {package}"
         )
         self.package = package
+
+
+def require(package: str) -> None:
+    """Raises MissingExtra if it is not installed; its extra has its name. Loads nothing.
+
+    For constructors: a training that could not be logged shall not begin.
+    """
+    if find_spec(package) is None:
+        raise MissingExtra(package, package)
+
+
+def load(module: str) -> Any:  # noqa: ANN401  (what it has no strict types for)
+    """A module of a package that was required, at its first use."""
+    return import_module(module)
 
 
 class Steps:

@@ -51,7 +51,8 @@ class Desk:
     ) -> None:
         self._clerks = [_Clerk(adapt(logger), most) for logger in loggers]
         self._end_s = end_s
-        self._ended = False
+        self.ended = False
+        """Whether it was finalized: what comes now is dropped."""
         self._last = -1
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -71,9 +72,9 @@ class Desk:
                 clerk.put(_Item(event, event.step))
 
     def finalize(self, status: str) -> None:
-        if self._ended:
+        if self.ended:
             return
-        self._ended = True
+        self.ended = True
         for clerk in self._clerks:
             clerk.end(status)
         deadline = time.monotonic() + self._end_s

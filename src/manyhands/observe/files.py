@@ -131,7 +131,7 @@ class Csv:
             first = file.readline()
         if not first:
             return [_STEP]
-        columns = next(csv.reader([first]), [])
+        columns = next(csv.reader([first]))
         if columns[:1] != [_STEP] or not first.endswith("\n"):
             raise self._refused(1)
         return columns
@@ -144,7 +144,7 @@ class Csv:
             for number, line in enumerate(file, 2):
                 if not line.endswith("\n"):
                     return
-                row = next(csv.reader([line]), [])
+                row = next(csv.reader([line]))
                 if not row or not row[0].isdigit():
                     raise self._refused(number)
                 if int(row[0]) >= step:

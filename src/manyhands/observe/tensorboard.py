@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from manyhands.observe.base import MissingExtra, Steps, plain
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from manyhands.observe.base import Steps, load, plain, require
 
 _FILES = "*.tfevents.*"
 
 
 class TensorBoard:
     """Event files in a folder, opened with the first row. Steps that they have are kept as they
-    are: a run that is resumed adds what is new. Raises OSError, and MissingExtra.
+    are: a run that is resumed adds what is new. Making one raises MissingExtra; logging, OSError.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        require("tensorboard")
         self._folder = Path(folder)
         self._writer: Any = None  # of a package without types, that may be missing
         self._steps = Steps()
@@ -30,17 +28,14 @@ class TensorBoard:
         writer = self._open()
         if not self._steps.is_new(step):
             return
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=n, simple_value=float(v)) for n, v in metrics.items()]
-        self._add(writer, Summary(value=values), step)
+        proto = load("tensorboard.compat.proto.summary_pb2").Summary
+        values = [proto.Value(tag=n, simple_value=float(v)) for n, v in metrics.items()]
+        self._add(writer, proto(value=values), step)
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
         writer = self._open()
-        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-
         words = {n: "None" if v is None else v for n, v in plain(params).items()}
-        self._add(writer, hparams_pb(words), 0)
+        self._add(writer, load("tensorboard.plugins.hparams.summary_v2").hparams_pb(words), 0)
 
     def finalize(self, status: str) -> None:
         if self._writer is not None:
@@ -49,19 +44,15 @@ class TensorBoard:
 
     def _open(self) -> Any:  # noqa: ANN401
         if self._writer is None:
-            try:
-                from tensorboard.summary.writer.event_file_writer import EventFileWriter
-            except ImportError as error:
-                raise MissingExtra("tensorboard", "tensorboard") from error
+            files = load("tensorboard.summary.writer.event_file_writer")
             self._steps = Steps(last_step(self._folder))
-            self._writer = EventFileWriter(str(self._folder))
+            self._writer = files.EventFileWriter(str(self._folder))
         return self._writer
 
     @staticmethod
     def _add(writer: Any, summary: Any, step: int) -> None:  # noqa: ANN401
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        proto = load("tensorboard.compat.proto.event_pb2").Event
+        writer.add_event(proto(wall_time=time.time(), step=step, summary=summary))
         writer.flush()  # this thread is the logger's own, and a killed process loses nothing
 
 
@@ -70,12 +61,11 @@ def last_step(folder: Path) -> int:
     return max((step for file in folder.glob(_FILES) for step in _steps_in(file)), default=-1)
 
 
-def _steps_in(file: Path) -> Iterable[int]:
+def _steps_in(file: Path) -> Iterator[int]:
     """Those of rows. A file that ends in the middle of one, as a killed process leaves it, ends
     there.
     """
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-
-    for event in LegacyEventFileLoader(str(file)).Load():
+    reader = load("tensorboard.backend.event_processing.event_file_loader")
+    for event in reader.LegacyEventFileLoader(str(file)).Load():
         if any(value.HasField("simple_value") for value in event.summary.value):
             yield event.step

@@ -1,8 +1,8 @@
 """Wandb: rows in Weights & Biases, online or offline. It takes the package `wandb`.
 
 wandb drops rows whose step goes back, and what else the program logs has steps of its own. So a
-row carries its step as a value, "step", that all charts have as their axis, and one that is known
-to be there already is not sent again.
+row carries its step as a value, "step", that the charts of its values have as their axis, and one
+that is known to be there already is not sent again.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from manyhands.observe.base import MissingExtra, Steps, plain
+from manyhands.observe.base import Steps, load, plain, require
+from manyhands.observe.offline import last_step
 
 _AXIS = "step"
 
@@ -20,8 +21,8 @@ _AXIS = "step"
 class Wandb:
     """A run of its own: `options` go to `wandb.init`, which is called with the first row.
 
-    With an `id` a run that is resumed goes on in the same one; what was the last step is known from
-    there, and offline from a file in its folder. Raises MissingExtra, and what wandb raises.
+    With an `id` a run that is resumed goes on in the same one; which rows it has is known from
+    there, and offline from its files. Making one raises MissingExtra; logging, what wandb raises.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Wandb:
         dir: str | os.PathLike[str] | None = None,
         **options: Any,  # noqa: ANN401  (wandb's own)
     ) -> None:
+        require("wandb")
         self._config = dict(config or {})
         self._options = {"project": project, "name": name, **options}
         if id is not None:
@@ -59,42 +61,32 @@ class Wandb:
 
     def _open(self) -> Rows:
         if self._rows is None:
-            try:
-                import wandb
-            except ImportError as error:
-                raise MissingExtra("wandb", "wandb") from error
+            wandb = load("wandb")
             if self._dir is not None:
                 self._dir.mkdir(parents=True, exist_ok=True)
             place = None if self._dir is None else str(self._dir)
-            # The package has no types for what it is given by name.
-            run = cast("Any", wandb).init(dir=place, config=self._config, **self._options)
-            self._rows = Rows(run, self._mark_of(run))
+            self._rows = Rows(wandb.init(dir=place, config=self._config, **self._options))
         return self._rows
-
-    def _mark_of(self, run: Any) -> Path:  # noqa: ANN401
-        """The file of the last step: beside the folders of its runs, which are new each time."""
-        return Path(run.settings.wandb_dir) / f"manyhands-{run.id}.step"
 
 
 class Rows:
-    """Rows for a run that is there: one of the user's, who finishes it.
+    """Rows for a run that is there: one of the user's, who finishes it."""
 
-    `mark` is a file that has the last step which was sent.
-    """
-
-    def __init__(self, run: Any, mark: Path | None = None) -> None:  # noqa: ANN401
+    def __init__(self, run: Any) -> None:  # noqa: ANN401
         self.run = run
-        self._mark = mark
-        self._steps = Steps(max(_number(run.summary.get(_AXIS)), _read(mark)))
+        known = run.summary.get(_AXIS)  # of one that was resumed, as the server has it
+        there = int(known) if isinstance(known, int | float) else -1
+        here = last_step(Path(run.settings.wandb_dir), run.id, _AXIS)
+        self._steps = Steps(max(there, here))
+        self._defined: set[str] = set()
         run.define_metric(_AXIS, hidden=True)
-        run.define_metric("*", step_metric=_AXIS)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if not self._steps.is_new(step):
             return
-        if self._mark is not None:
-            # Before it is sent: of a killed process a row may be missing, but none is there twice.
-            self._mark.write_text(f"{step}\n")
+        for name in metrics.keys() - self._defined:  # no others: the rest of the run is the user's
+            self.run.define_metric(name, step_metric=_AXIS)
+        self._defined.update(metrics)
         self.run.log({**metrics, _AXIS: step})
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
@@ -102,14 +94,3 @@ class Rows:
 
     def finalize(self, status: str) -> None:
         pass
-
-
-def _read(mark: Path | None) -> int:
-    if mark is None or not mark.exists():
-        return -1
-    text = mark.read_text().strip()
-    return int(text) if text.isdigit() else -1  # a file that was cut short says nothing
-
-
-def _number(value: object) -> int:
-    return int(value) if isinstance(value, int | float) else -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -12,8 +13,9 @@ from torch.optim import Optimizer
 
 from manyhands._version import __version__
 from manyhands.core.errors import ManyhandsError
-from manyhands.data.fetch import Fetcher, Request
-from manyhands.data.source import Source
+from manyhands.data.fetch import Request
+from manyhands.data.source import Source, Workers
+from manyhands.data.supply import supply_for
 from manyhands.replica.gradients import Named
 from manyhands.wire.tensors import bytes_of
 
@@ -53,8 +55,9 @@ def describe(
 
 
 def describe_data(source: Source) -> dict[str, Any]:
-    """Of a data set."""
-    return {"samples": source.size, "fingerprint": fingerprint_of(source)}
+    """Of a data set, and what is done about bad samples where that is known."""
+    found = {"samples": source.size, "fingerprint": fingerprint_of(source)}
+    return found if source.rules is None else found | {"bad": source.rules.policy}
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -77,21 +80,12 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
 def fingerprint_of(source: Source) -> str:
     """Of three samples that the seed does not choose: first, middle, last."""
     places = sorted({0, source.size // 2, source.size - 1})
-    fetcher = Fetcher(_unshuffled(source), seed=0)
+    here = replace(source, shuffle=False, workers=Workers(), device=None)
+    supply = supply_for(here, 0, lambda request: request)
     digest = hashlib.blake2b(digest_size=8)
-    for value in _leaves(fetcher.fetch(Request(0, tuple(places)))):
+    for value in _leaves(supply.read(Request(0, tuple(places))).batch):
         digest.update(value)
     return digest.hexdigest()
-
-
-def _unshuffled(source: Source) -> Source:
-    return Source(
-        dataset=source.dataset,
-        batch=source.batch,
-        collate=source.collate,
-        shuffle=False,
-        chosen=source.chosen,
-    )
 
 
 def _leaves(value: Any) -> Iterator[bytes]:  # noqa: ANN401

@@ -24,3 +24,8 @@ def warn_of_chance(model: Module) -> None:
             "number of peers only statistically",
             ", ".join(sorted(found)),
         )
+
+
+def least_rows(model: Module) -> int:
+    """Samples that it needs of a batch that is to have more: one has no variance."""
+    return 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1

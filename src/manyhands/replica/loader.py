@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from manyhands.core.errors import UsageError
 from manyhands.data.calendar import Calendar
-from manyhands.data.fetch import Fetcher, Request, WorkerFetcher
+from manyhands.data.fetch import Request, Rows
+from manyhands.data.quarantine import Quarantine, Rules
 from manyhands.data.source import Source
+from manyhands.data.supply import SPARE, Supply, supply_for
+from manyhands.data.table import BadSample
 from manyhands.replica.agenda import Agenda
 from manyhands.replica.conductor import Conductor, Turn
 from manyhands.replica.replica import Replica
 
-_SPARE = 2  # samples of a turn that counts nothing: batch normalisation takes no single one
-
-
-class Fetches(Protocol):
-    """Where batches come from."""
-
-    def fetch(self, request: Request) -> Any:  # noqa: ANN401
-        """The batch."""
-        ...
-
-    def close(self) -> None:
-        """End whatever reads ahead."""
-        ...
+log = logging.getLogger(__name__)
 
 
 class Units:
@@ -45,7 +37,7 @@ class Units:
             return Request(0, tuple(p for span in turn.ranges.spans for p in range(*span)))
         span = self._calendar.span(turn.round)
         if not turn.ranges:
-            stop = min(span.stop, span.start + _SPARE)
+            stop = min(span.stop, span.start + SPARE)
             return Request(span.epoch, tuple(range(span.start, stop)))
         positions: list[int] = []
         for start, stop in turn.ranges.spans:
@@ -62,6 +54,58 @@ class Units:
         return sum(min(size, b * self._grain) - a * self._grain for a, b in spans)
 
 
+class Intake:
+    """The batches of one data set, and what is not there of them.
+
+    `least`: samples that a model needs of a batch that is to have more.
+    """
+
+    def __init__(self, source: Source, seed: int, calendar: Calendar, least: int = 1) -> None:
+        self._supply: Supply = supply_for(source, seed, _guess(calendar))
+        self._quarantine = Quarantine(source.rules or Rules())
+        self._least = least
+        self.wait_s = 0.0
+        """That were waited for batches, so far."""
+
+    @property
+    def bad(self) -> list[BadSample]:
+        """The first ones that were to be in a batch here, each once."""
+        return list(self._quarantine.bad)
+
+    def rows(self, request: Request, *, counts: bool) -> Rows:
+        """What is there of it; a stand-in, of no samples, for less than the model needs.
+
+        Raises what reading raises and, of batches that count, TooManyBad.
+        """
+        began_s = time.perf_counter()
+        try:
+            rows = self._supply.read(request)
+            if counts:
+                self._quarantine.meet(request.epoch, rows.bad)
+            if rows.num >= min(self._least, len(request.positions)):
+                return rows
+            if rows.num and counts:
+                log.warning(
+                    "positions %s of epoch %d: all but %d of these samples are bad, and batch "
+                    "normalisation needs %d; they count nothing",
+                    ", ".join(map(str, request.positions)),
+                    request.epoch,
+                    rows.num,
+                    self._least,
+                )
+            return Rows(self._supply.stand_in(request), 0)
+        finally:
+            self.wait_s += time.perf_counter() - began_s
+
+    def rest(self) -> None:
+        """Nothing is wanted for a while."""
+        self._supply.rest()
+
+    def close(self) -> None:
+        """Nothing is left running."""
+        self._supply.close()
+
+
 class Loader:
     """One epoch a time: each iteration over it is the next epoch of this process.
 
@@ -75,22 +119,30 @@ class Loader:
         conductor: Conductor,
         agenda: Agenda,
         units: Units,
-        fetcher: Fetches,
+        intake: Intake,
         num_rounds: int | None,
         dataset: Any,  # noqa: ANN401
     ) -> None:
         self._replica, self._conductor = replica, conductor
-        self._agenda, self._units, self._fetcher = agenda, units, fetcher
+        self._agenda, self._units, self._intake = agenda, units, intake
         self._num_rounds = num_rounds
         self._held: Turn | None = None  # of a later epoch than the one that was asked for
         self.at_end: Callable[[], None] = lambda: None
         """Called when an iteration has no more."""
         self.epoch = -1
         """The one that is iterated over."""
-        self.wait_s = 0.0
-        """How long the loop has waited for its batches, since the beginning."""
         # What loops ask a DataLoader for, to say how far they are.
         self.dataset, self.batch_size = dataset, agenda.calendar.batch
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the loop has waited for batches, so far; not those of the evaluation."""
+        return self._intake.wait_s
+
+    @property
+    def bad(self) -> list[BadSample]:
+        """The bad samples that this peer was to compute, each once; the first `max_bad`."""
+        return self._intake.bad
 
     def __len__(self) -> int:
         """Rounds of an epoch. Iterations may be more: a round can take several."""
@@ -104,17 +156,11 @@ class Loader:
                     f"after round {turn.round - 1} comes an evaluation, and the loop trains on",
                     hint="iterate over run.evaluation after every epoch",
                 )
-            batch = self._fetch(turn)
-            self._replica.begin(turn)
-            yield batch
+            rows = self._intake.rows(self._units.request(turn), counts=turn.task is not None)
+            self._replica.begin(turn, rows.num)
+            yield rows.batch
 
-    def _fetch(self, turn: Turn) -> Any:  # noqa: ANN401
-        begun_s = time.monotonic()
-        batch = self._fetcher.fetch(self._units.request(turn))
-        self.wait_s += time.monotonic() - begun_s
-        return batch
-
-    def evaluate(self, fetcher: Fetches) -> Iterator[Any]:
+    def evaluate(self, intake: Intake) -> Iterator[Any]:
         """This peer's share of the evaluation after the epoch; nothing if that is behind the run.
 
         Who has no share of it waits here for the others.
@@ -125,11 +171,13 @@ class Loader:
                     f"round {turn.round} comes next, and the loop evaluates",
                     hint="run the loop over the loader to its end before run.evaluation",
                 )
-            batch = None if turn.task is None else fetcher.fetch(self._units.request(turn))
-            self._replica.begin(turn)
-            if turn.task is not None:
-                yield batch
-        fetcher.close()
+            if turn.task is None:
+                self._replica.begin(turn)
+                continue
+            rows = intake.rows(self._units.request(turn), counts=True)
+            self._replica.begin(turn, rows.num)
+            yield rows.batch
+        intake.rest()
 
     def abandon(self) -> Turn | None:
         """The loop has ended: a turn of a later epoch, that nobody will take here."""
@@ -163,18 +211,16 @@ class Loader:
 class Evaluation:
     """What a loop iterates over after each epoch: its samples count once, over all peers."""
 
-    def __init__(self, loader: Loader, fetcher: Fetches) -> None:
-        self._loader, self._fetcher = loader, fetcher
+    def __init__(self, loader: Loader, intake: Intake) -> None:
+        self._loader, self._intake = loader, intake
 
     def __iter__(self) -> Iterator[Any]:
-        return self._loader.evaluate(self._fetcher)
+        return self._loader.evaluate(self._intake)
 
-
-def fetcher_for(source: Source, seed: int, calendar: Calendar) -> Fetcher | WorkerFetcher:
-    """With the workers that the user wants."""
-    if not source.workers.num:
-        return Fetcher(source, seed)
-    return WorkerFetcher(source, seed, _guess(calendar))
+    @property
+    def bad(self) -> list[BadSample]:
+        """The bad samples that this peer was to evaluate, each once; the first `max_bad`."""
+        return self._intake.bad
 
 
 def _guess(calendar: Calendar) -> Callable[[Request], Request]:

@@ -68,6 +68,7 @@ class Replica:
         self._dirty = False  # the last turn is to be undone
         self._round = -1  # whose beginning is remembered, as the engine counts them
         self._began: dict[str, Any] = {}  # state of the undone things then
+        self._num_rows: int | None = None  # that are there of the turn's samples; None: all
         self._weight: float | None = None
         self._norm: float | None = None  # of the mean, if the round has one
         self._started_s = 0.0
@@ -107,13 +108,13 @@ class Replica:
         self._conductor.advance(committed)
 
     @_outside_inference
-    def begin(self, turn: Turn) -> None:
-        """Its body comes now."""
+    def begin(self, turn: Turn, num_rows: int | None = None) -> None:
+        """Its body comes now, on so many of its samples; None: on all of them."""
         assert self._backward is not None
         self._backward.reset()
         self._gate.open = False
         self._weight = self._norm = None
-        self._turn = turn
+        self._turn, self._num_rows = turn, num_rows
         if turn.number != self._round:
             self._round = turn.number
             self._gradients.begin_round()
@@ -233,9 +234,11 @@ class Replica:
             self._scalars.say(name, value)
 
     def _weight_of(self, turn: Turn) -> float:
-        if turn.task is None:
+        if turn.task is None or self._num_rows == 0:
             return 0.0
-        return float(self._num_samples(turn)) if self._weight is None else self._weight
+        if self._weight is not None:
+            return self._weight
+        return float(self._num_samples(turn) if self._num_rows is None else self._num_rows)
 
     def _on_begun(self) -> None:
         turn = self._turn

@@ -101,9 +101,9 @@ class Run:
         """Train this model in rounds; returns all four, for the loop that stays the user's.
 
         Model, optimizer and scheduler (or a list of them) are the same objects; the loader is
-        another one. The batch size is that of a whole round, whoever takes part. With `epochs` the
-        run has an end. `evaluation` is a DataLoader too: see the property. `options`: see
-        `options.Options`.
+        another one. The loader given is torch's DataLoader or `manyhands.data.Loader`, and its
+        batch size that of a whole round, whoever takes part. With `epochs` the run has an end.
+        `evaluation` is such a loader too: see the property. `options`: see `options.Options`.
         """
         if self._session is not None:
             raise UsageError("this run has its model", hint="wrap once")
@@ -114,10 +114,16 @@ class Run:
                 f"wrap() has no option {unknown[0]!r}", hint=f"perhaps {', '.join(near)}"
             )
         options.setdefault("resume", os.environ.get("MANYHANDS_RESUME") == "1")
+        source = Source.of(loader, global_batch)
+        if source.seed and source.seed != self._place.seed:
+            raise UsageError(
+                f"the loader has seed {source.seed}, the run {self._place.seed}, whose order it is",
+                hint=f"mh.join(..., seed={source.seed}), and a loader without one",
+            )
         self._session = Session(
             self._place,
             Options(grain_size=grain_size, epochs=epochs, **options),
-            Source.of(loader, global_batch),
+            source,
             None if evaluation is None else Source.of(evaluation),
             model,
             _as_list(optimizer),
@@ -220,7 +226,8 @@ class Run:
         """What has happened to the run since this was last called: to any of its peers.
 
         Who has joined and left, what was refused, what peers have told: see `tell`. Called in every
-        round it is the same at all peers, in the same order.
+        round it is the same at all peers, in the same order. There is one caller; in a Trainer's
+        run it is the Trainer, which gives it to its loggers.
         """
         conductor = self._at_work.conductor
         record = conductor.base.record

@@ -48,8 +48,8 @@ from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, Named, parameters_of
 from manyhands.replica.journal import Journal
 from manyhands.replica.keeper import Keeper
-from manyhands.replica.layers import warn_of_chance
-from manyhands.replica.loader import Evaluation, Loader, Units, fetcher_for
+from manyhands.replica.layers import least_rows, warn_of_chance
+from manyhands.replica.loader import Evaluation, Intake, Loader, Units
 from manyhands.replica.openings import Openings
 from manyhands.replica.options import Options, Place, RoundClosed
 from manyhands.replica.replica import Replica
@@ -175,13 +175,13 @@ class Session:
         )
         self.replica.on_commit = self._closed
         self.listeners: list[Callable[[RoundClosed], None]] = []
-        self._fetchers = [fetcher_for(source, place.seed, calendar)]
+        self._intakes = [Intake(source, place.seed, calendar, least_rows(inner))]
         self.loader = Loader(
             self.replica,
             self.conductor,
             agenda,
             self._units,
-            self._fetchers[0],
+            self._intakes[0],
             self._num_rounds,
             source.dataset,
         )
@@ -189,8 +189,8 @@ class Session:
         self.evaluation: Evaluation | None = None
         if evaluated is not None:
             days = Calendar(evaluated.size, evaluated.batch, evaluated.drop_last)
-            self._fetchers.append(fetcher_for(evaluated, place.seed, days))
-            self.evaluation = Evaluation(self.loader, self._fetchers[1])
+            self._intakes.append(Intake(evaluated, place.seed, days))
+            self.evaluation = Evaluation(self.loader, self._intakes[1])
         self._signals = Signals()
         self._is_new = True  # nobody had begun the run when this peer came
         try:
@@ -240,8 +240,8 @@ class Session:
         self._signals.close()
         self.replica.close()
         self.conductor.close()
-        for fetcher in self._fetchers:
-            fetcher.close()
+        for intake in self._intakes:
+            intake.close()
         if self._keeper is not None:
             self._keeper.close()
         if self._link is not None:

@@ -42,10 +42,11 @@ def no_leaks(
     `expected` gives the ids of processes that may stay, asked at the end. An exception of the
     block passes unchanged. Nothing is garbage collected here: what waits for that is a leak.
     """
-    before = belongings(tmp)
+    older = frozenset(psutil.pids())  # no leaks: nobody need look at each of them once a test
+    before = belongings(tmp, older)
     yield
     deadline = time.monotonic() + patience_s
-    while found := leaks(before, belongings(tmp), expected()):
+    while found := leaks(before, belongings(tmp, older), expected()):
         if time.monotonic() > deadline:
             raise AssertionError(
                 "left behind:\n  "
@@ -55,10 +56,10 @@ def no_leaks(
         time.sleep(0.02)
 
 
-def belongings(tmp: Path | None) -> Belongings:
-    """What this process has now."""
+def belongings(tmp: Path | None, older: Collection[int] = ()) -> Belongings:
+    """What this process has now; detached processes with these ids are left out."""
     return Belongings(
-        processes=frozenset(_processes(tmp)),
+        processes=frozenset(_processes(tmp, older)),
         threads=frozenset(threading.enumerate()),
         descriptors=frozenset(_descriptors()),
         files=frozenset() if tmp is None else frozenset(tmp.rglob("*")),
@@ -84,13 +85,16 @@ def leaks(before: Belongings, after: Belongings, expected: Collection[int]) -> l
     ]
 
 
-def _processes(tmp: Path | None) -> Iterator[psutil.Process]:
+def _processes(tmp: Path | None, older: Collection[int]) -> Iterator[psutil.Process]:
     yield from psutil.Process().children(recursive=True)
     if tmp is None:
         return
-    for process in psutil.process_iter():
+    for pid in psutil.pids():
+        if pid in older or pid == os.getpid():
+            continue
         try:
-            if process.pid != os.getpid() and process.environ().get("TMPDIR") == str(tmp):
+            process = psutil.Process(pid)
+            if process.environ().get("TMPDIR") == str(tmp):
                 yield process
         except psutil.Error:
             continue  # it ended just now, or is another user's and so not ours

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from manyhands.trainer.trainer import Trainer
 
 
+BAD_SAMPLE = "bad sample"
+
+
 class Pace:
     """How fast rounds go, and what reading them costs: as this peer sees it."""
 
@@ -32,17 +35,30 @@ class Pace:
         waited_s = float(self.loader.wait_s)
         found["data/wait_s"] = waited_s - self._waited_s
         self._waited_s = waited_s
-        bad = getattr(self.loader, "bad", None)  # of one that can go on without some samples
-        return found if bad is None else found | {"data/bad": float(len(bad))}
+        return found
 
     def restart(self) -> None:
         """The next round begins now."""
         self._begun_s = time.monotonic()
 
 
+class BadSamples:
+    """Tells all peers of the ones that this peer has met in one loader, each once."""
+
+    def __init__(self, run: Run, loader: Any) -> None:  # noqa: ANN401
+        self._run, self._loader = run, loader
+        self._told = 0
+
+    def tell(self) -> None:
+        """Those that are new."""
+        bad = self._loader.bad
+        for one in bad[self._told :]:
+            self._run.tell(BAD_SAMPLE, one.message)
+        self._told = len(bad)
+
+
 def params_of(
     trainer: Trainer,
-    run: Run,
     loader: Any,  # noqa: ANN401
     options: Mapping[str, Any],
 ) -> dict[str, object]:
@@ -61,7 +77,6 @@ def params_of(
         "clip": trainer.clip,
         "patience": trainer.patience,
         "schedule": trainer.schedule,
-        "peers": len(run.roster),
         "manyhands": __version__,
         "torch": torch.__version__,
     }

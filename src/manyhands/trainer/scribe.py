@@ -11,9 +11,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from manyhands.core.errors import UsageError
 from manyhands.observe.desk import MOST, Desk
 from manyhands.observe.events import Happening
 from manyhands.replica.run import Run
+from manyhands.trainer.facts import BAD_SAMPLE
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +36,19 @@ class Scribe:
     def __init__(self, run: Run, loggers: Sequence[object] | Desk) -> None:
         self._run = run
         self._desk = loggers if isinstance(loggers, Desk) else Desk(loggers)
+        if self._desk.ended:
+            raise UsageError("this Desk has come to its end", hint="make one for every fit")
         self.params: Mapping[str, object] = {}
         """What a logger is told before its first row."""
         self._pages: dict[int, _Page] = {}  # by round
         self._given: int | None = None  # the last one that this peer's own loggers have got
         self._logged = -1  # the last round that is, as far as this peer knows
+        self._bad: set[str] = set()
+
+    @property
+    def num_bad(self) -> int:
+        """Samples that any peer has told to be bad, since this one is here."""
+        return len(self._bad)
 
     def note(self, round: int, row: dict[str, float], *, whole: bool) -> None:
         """The row of a round. If it is not `whole`, `add` brings the rest."""
@@ -73,6 +83,8 @@ class Scribe:
     def _hear(self) -> None:
         for event in self._run.happened():
             self._page(event.step).events.append(event)
+            if event.what == BAD_SAMPLE:
+                self._bad.add(event.text)
 
     def _log(self, stop: int) -> None:
         """Pages of rounds before `stop`."""

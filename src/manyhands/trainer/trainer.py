@@ -26,7 +26,7 @@ from manyhands.observe.console import Console
 from manyhands.observe.desk import Desk
 from manyhands.replica.options import RoundClosed
 from manyhands.replica.run import Run, join
-from manyhands.trainer.facts import Pace, params_of
+from manyhands.trainer.facts import BadSamples, Pace, params_of
 from manyhands.trainer.history import Diary, History, Watch
 from manyhands.trainer.scribe import Scribe
 
@@ -124,6 +124,7 @@ class _Fitting:
         self._scribe = Scribe(run, loggers)
         self._rounds_per_epoch = 0
         self._pace = Pace()
+        self._spoilt: BadSamples | None = None  # of what is evaluated
 
     def fit(self, data: Any, evaluation: Any, options: Mapping[str, Any]) -> History:  # noqa: ANN401
         trainer, run, diary = self._trainer, self._run, self._diary
@@ -140,8 +141,9 @@ class _Fitting:
         if not trainer.model.training:  # else some of its layers may be meant not to
             trainer.model.train()
         self._rounds_per_epoch = len(loader)
-        self._scribe.params = params_of(trainer, run, loader, options)
+        self._scribe.params = params_of(trainer, loader, options)
         self._pace.loader = loader
+        spoilt = BadSamples(run, loader)
         run.on_round(self._on_round)
         status = FAILED
         try:
@@ -149,6 +151,7 @@ class _Fitting:
                 for batch in loader:
                     if diary.stopped:
                         break  # the state that has come says so
+                    spoilt.tell()
                     self._train(batch)
                 if diary.stopped:
                     break
@@ -201,14 +204,18 @@ class _Fitting:
         lr = self._optimizers[0].param_groups[0]["lr"]
         means = {f"train/{name}": mean for name, mean in closed.means.items()}
         row = {"epoch": epoch, **means, "lr": float(lr), **self._pace.take(closed.samples)}
+        row["data/bad"] = float(self._scribe.num_bad)
         self._scribe.note(closed.round, row, whole=at + 1 < self._rounds_per_epoch)
 
     # -- an epoch -------------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
         model, evaluate = self._trainer.model, self._trainer.evaluate
+        if self._spoilt is None:
+            self._spoilt = BadSamples(self._run, self._run.evaluation)
         with _in_evaluation(model):
             for batch in self._run.evaluation:
+                self._spoilt.tell()
                 said = self._compute(batch) if evaluate is None else evaluate(model)
                 for name, value in said.items():
                     self._run.mean(value, name)

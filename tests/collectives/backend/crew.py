@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -185,7 +186,8 @@ class Crew:
         """As kill -9 does; returns when the process has ended."""
         self._dead.add(rank)
         os.kill(self.pids[rank], signal.SIGKILL)
-        assert self._zygote.status(self.pids[rank], PATIENCE_S) == -signal.SIGKILL
+        status = self._zygote.status(self.pids[rank], PATIENCE_S)
+        assert status == -signal.SIGKILL, f"it ended with {status}: {self.report()}"
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.pids[rank], number)
@@ -196,6 +198,16 @@ class Crew:
         assert status is not None, self._stuck([rank], timeout_s)
         self._dead.add(rank)
         return status
+
+    def report(self) -> str:
+        """What all of them have written, and said last."""
+        logs = [f"--- rank {rank}:\n{self._log_of(rank)}" for rank in range(self.world)]
+        said = []
+        for rank, line in self._lines.items():
+            with suppress(EOFError, OSError):
+                if line.poll():
+                    said.append(f"--- rank {rank} answered: {pickle.loads(line.recv_bytes())}")
+        return "\n".join(["", *logs, *said])
 
     def close(self, *, checked: bool = False) -> None:
         """Have everybody leave and end; `checked`: they must end well, with no thread left."""

@@ -14,14 +14,14 @@ from manyhands.links.base import LinkSettings, open_link
 from manyhands.links.messages import Terms
 from tests.collectives.backend.crew import Crew
 
-LEASE_S, MARGIN_S = 10.0, 5.0
+LEASE_S, MARGIN_S = 10.0, 20.0  # far less than the minutes that a group's timeout takes
 
 
 def test_killed_with_everything_under_way(new_crew):
     with new_crew(3) as crew:
         crew.begin("failures", "wait_among", 2, ranks=[0, 1])
         crew.begin("failures", "die_among", ranks=[2])
-        assert crew.ended(2) == -signal.SIGKILL
+        assert crew.ended(2) == -signal.SIGKILL, crew.report()
         start_s = time.monotonic()
         answers = crew.finish(ranks=[0, 1])
         assert time.monotonic() - start_s < LEASE_S + MARGIN_S
@@ -49,14 +49,14 @@ def test_killed_with_everything_under_way(new_crew):
         (2, {}, 3),
         (2, {"late_s": 0.3}, 3),
         # An operation that has ended on one rank may owe sums to the others: they die with it.
-        (2, {"late_s": 5.0, "agreed": False}, 2),
+        (2, {"late_s": 60.0, "agreed": False}, 2),
     ],
     ids=["first", "last", "sums late", "sums lost"],
 )
 def test_killed_in_a_backward_pass(new_crew, victim, how, step):
     with new_crew(3) as crew:
         crew.begin("failures", "train_until_error", victim, 3, **how)
-        assert crew.ended(victim) == -signal.SIGKILL
+        assert crew.ended(victim) == -signal.SIGKILL, crew.report()
         for answer in crew.finish().values():
             assert answer.ok, answer.value
             assert answer.value["step"] == step
@@ -68,7 +68,7 @@ def test_killed_in_a_backward_pass(new_crew, victim, how, step):
 def test_killed_before_a_hook_in_python(new_crew):
     with new_crew(2) as crew:
         crew.begin("failures", "train_with_a_hook_until_error", 1)
-        assert crew.ended(1) == -signal.SIGKILL
+        assert crew.ended(1) == -signal.SIGKILL, crew.report()
         (answer,) = crew.finish().values()
         assert answer.ok, answer.value
         assert "rank-1" in answer.value["error"]
@@ -78,7 +78,7 @@ def test_killed_before_a_hook_in_python(new_crew):
 def test_stopped(zygote, new_url):
     """A process that stands still is out when its lease ends; it finds out when it goes on."""
     url = new_url()
-    terms = Terms(beat_s=0.3, lease_s=2.0)
+    terms = Terms(beat_s=0.3, lease_s=3.0)  # longer than others wait on a busy machine
     # Whoever opens the run sets its terms; this one only watches.
     with (
         open_link(url, name="watcher", settings=LinkSettings(terms=terms)),

@@ -13,12 +13,14 @@ import pytest
 from manyhands.core.peers import PeerState
 from manyhands.links.base import open_link
 from manyhands.links.hub import Hub
+from manyhands.testing.broker import free_ports
 from manyhands.testing.contract import Reader
 from tests.collectives.backend import programs
 from tests.collectives.backend.crew import Crew
 
 SCRIPT = Path(programs.__file__).parent / "script.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+PATIENCE_S = 200.0  # for programs of which each loads torch, where others work too
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +172,7 @@ def test_a_rank_that_is_given_twice(loose, new_url):
 @pytest.mark.parametrize("kind", ["hub"], indirect=True)
 def test_no_meeting_point(loose, kind):
     """The error says what to pass; torch's own store cannot carry tensors."""
-    port = free_port()
+    port = free_ports().amqp
     given = {
         0: {"url": f"tcp://127.0.0.1:{port}", "rank": 0, "world_size": 1},
         1: {"url": "no-such-thing", "rank": 0, "world_size": 1},
@@ -277,7 +279,7 @@ def begin(*command, **variables):
 def ended(*processes):
     """(code, stdout, stderr) of each; none is left running."""
     try:
-        said = [process.communicate(timeout=100) for process in processes]
+        said = [process.communicate(timeout=PATIENCE_S) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -335,11 +337,3 @@ def test_a_program_that_raises(kind, new_url, start):
     for text in (err, victim_err):
         assert "terminate called" not in text
         assert "Fatal" not in text
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

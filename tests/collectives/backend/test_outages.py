@@ -12,7 +12,7 @@ import pytest
 
 from tests.collectives.backend.crew import Crew
 
-OUTAGE_S, MARGIN_S = 2.0, 8.0
+OUTAGE_S, MARGIN_S = 2.0, 28.0
 
 
 @contextmanager

@@ -2,11 +2,11 @@
 
 import contextlib
 import os
-import socket
 import sys
 
 import torch
 
+from manyhands.testing.broker import free_ports
 from manyhands.worker import command, servant, workshop  # noqa: F401  (loaded here once for all)
 
 PATIENCE_S = 60.0
@@ -26,8 +26,8 @@ def run(arguments, environ, log):
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """None that a worker which dials before there is a boss could be given for its own end."""
+    return free_ports().amqp
 
 
 class Hands:

@@ -13,6 +13,7 @@ from manyhands.links.amqp import login_of
 from manyhands.links.amqp.queues import post, set_up
 
 SAMPLE = Path(__file__).with_name("sample.py")
+PATIENCE_S = 200.0  # for programs of which each loads torch, where others work too
 
 
 def test_the_sample_runs(broker, tmp_path):
@@ -36,7 +37,7 @@ def test_the_sample_runs(broker, tmp_path):
     try:
         set_up(login, ["start_1", "start_2"])
         post(login, {"start_1": b"any message", "start_2": b""})
-        said = [program.communicate(timeout=100) for program in programs]
+        said = [program.communicate(timeout=PATIENCE_S) for program in programs]
     finally:
         for program in programs:
             program.kill()

@@ -1,0 +1,196 @@
+"""Child: a process that reads batches for a thread of its parent, by a pipe between the two.
+
+It is spawned, not forked: locks, sockets and file systems of the parent are not in it, so what is
+remote is opened anew there. It ends with its parent, however that ends: nobody else holds the
+other end of its pipe, and a thread of its own watches the parent's process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from manyhands.core.errors import ManyhandsError, UsageError
+from manyhands.data.fetch import Rows, Spot
+from manyhands.data.parcel import receive, send
+from manyhands.data.reader import Reader
+from manyhands.data.table import BadSample
+
+_END_S = 5.0  # for a child that has been told to end; then it is killed
+_SHOWN = 8  # samples that an error lists
+
+
+class WorkerError(ManyhandsError):
+    """Something was raised in a worker process; its notes have the traceback from there."""
+
+
+class WorkerDied(ManyhandsError):
+    """A worker process has ended while it was reading."""
+
+
+class Child:
+    """A hand of a crew. Used by the crew's thread, but for `end`."""
+
+    def __init__(self, reader: Reader, number: int) -> None:
+        self._reader, self._number = reader, number
+        self._lock = threading.Lock()  # of what follows
+        self._process: Any = None
+        self._line: Connection | None = None
+        self._ended = False
+
+    def begin(self) -> None:
+        """Start the process, which takes a while. That it cannot be, `read` says."""
+        self._ended = False
+        with suppress(ManyhandsError):
+            self._start()
+
+    def read(self, spots: Sequence[Spot]) -> Rows:
+        """A batch. A process that has died is started anew for the next one."""
+        line = self._line or self._start()
+        try:
+            line.send(list(spots))
+            answer = receive(line)
+        except (EOFError, OSError) as error:
+            raise self._died(spots) from error
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        """The process ends after the sample that it is at. From any thread. Does not block."""
+        with self._lock:
+            self._ended = True
+            if self._line is None:
+                return
+            # Not closed: the crew's thread may be waiting for an answer, and sees the end.
+            both = socket.socket(fileno=os.dup(self._line.fileno()))
+            with both, suppress(OSError):  # it has ended already
+                both.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Wait until the process has ended; one that takes too long is killed."""
+        self.end()
+        self._let_go()
+
+    def _start(self) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        with self._lock:
+            if self._ended:
+                raise WorkerDied("the loader was closed")
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=serve,
+                args=(theirs, self._reader, os.getpid()),
+                name=f"reader {self._number}",
+                daemon=True,
+            )
+            try:
+                process.start()
+            except Exception as error:
+                mine.close()
+                raise UsageError(
+                    "a worker process cannot be started, most often since the table, transform or "
+                    f"collate cannot be sent to it: {error}",
+                    hint="define functions and classes at the top of a module, not in a function "
+                    'or as a lambda; or read in threads: Loader(..., kind="thread")',
+                ) from error
+            finally:
+                theirs.close()
+            self._process, self._line = process, mine
+        return mine
+
+    def _let_go(self) -> int | None:
+        """Returns its exit code."""
+        with self._lock:
+            process, self._process = self._process, None
+            line, self._line = self._line, None
+        if line is not None:
+            line.close()
+        if process is None:
+            return None
+        process.join(_END_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        code = process.exitcode
+        process.close()
+        return code
+
+    def _died(self, spots: Sequence[Spot]) -> WorkerDied:
+        ended, code = self._ended, self._let_go()
+        if ended:
+            return WorkerDied("the loader was closed while a batch was read")
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        places = ", ".join(str(spot.place) for spot in spots[:_SHOWN])
+        return WorkerDied(
+            f"worker process {self._number} has died ({how}) while it read samples {places}"
+            + (", ..." if len(spots) > _SHOWN else ""),
+            hint="memory that was not enough, or a library that crashes on one of these samples: "
+            "read them one by one in a process of their own",
+        )
+
+
+# -- in the child ---------------------------------------------------------------------------------
+
+
+def serve(line: Connection, reader: Reader, parent: int) -> None:
+    """Read what is asked for until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is the parent's affair
+    threading.Thread(target=_end_with, args=(parent,), name="parent's end", daemon=True).start()
+    torch.set_num_threads(1)
+    while True:
+        try:
+            spots = line.recv()
+        except (EOFError, OSError):
+            return
+        answer = _answer(reader, spots)
+        try:
+            send(line, answer, parent)
+        except OSError:
+            return
+        except Exception as error:  # noqa: BLE001  (what pickling raises, before anything is sent)
+            line_error = _told(error)
+            line_error.add_note("a batch is to be made of tensors, numbers, texts and the like")
+            send(line, line_error, parent)
+
+
+def _answer(reader: Reader, spots: Sequence[Spot]) -> Rows | BaseException:
+    try:
+        return reader.read(spots)
+    except BadSample as error:
+        return BadSample(error.where, error.reason)
+    except Exception as error:  # noqa: BLE001  (raised where the batch would have come)
+        return _told(error)
+
+
+def _told(error: Exception) -> WorkerError:
+    told = WorkerError(f"{type(error).__name__} in a worker process: {error}")
+    told.add_note("".join(traceback.format_exception(error)))
+    return told
+
+
+def _end_with(parent: int) -> None:
+    """Whatever this process is at, and whoever else has a copy of the parent's files."""
+    try:
+        watched = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(1)
+    except (AttributeError, OSError):  # of a system that has no such thing
+        above = multiprocessing.parent_process()
+        assert above is not None
+        above.join()
+    else:
+        if os.getppid() == parent:  # else the number is another process's by now
+            select.select([watched], [], [])
+    os._exit(1)

@@ -1,0 +1,308 @@
+"""Loader: batches of a table in a run's own order, by threads or processes, from any position on.
+
+    loader = Loader(table, 256, workers=4, device="cuda", bad="skip")
+    for x, y in loader:             # one epoch
+        ...
+    saved = loader.state_dict()     # where the loop is, in a few numbers
+
+The order is a function of seed and epoch, and the state is a position in it: whoever loads it, at
+whatever `world`, goes on with the sample after the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from torch.utils.data import (
+    default_collate,  # pyright: ignore[reportUnknownVariableType]
+)
+
+from manyhands.core.errors import UsageError
+from manyhands.data.calendar import Calendar
+from manyhands.data.fetch import Request
+from manyhands.data.quarantine import Quarantine, Rules
+from manyhands.data.source import Source, Sourced, Workers, check_batch, check_dataset
+from manyhands.data.supply import supply_for
+from manyhands.data.table import BadSample
+
+log = logging.getLogger(__name__)
+
+KINDS = ("thread", "process")
+_SLOTS = ("LOCAL_WORLD_SIZE", "MANYHANDS_LOCAL_PEERS")  # as torchrun and `manyhands run` say
+
+
+class Place(NamedTuple):
+    """A batch of all ranks: positions [start, stop) of an epoch."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Which batches come, and what of them is this rank's."""
+
+    calendar: Calendar
+    rank: int
+    world: int
+
+    def at(self, epoch: int, consumed: int) -> Place | None:
+        """The batch after so many positions of an epoch; None if it has no more."""
+        size, batch = self.calendar.size, self.calendar.batch
+        stop = consumed + batch
+        if consumed >= size or (stop > size and self.calendar.drop_last):
+            return None
+        return Place(epoch, consumed, min(size, stop))
+
+    def after(self, place: Place) -> Place:
+        """The next one, in the next epoch if need be."""
+        found = self.at(place.epoch, place.stop) or self.at(place.epoch + 1, 0)
+        assert found is not None, "an epoch has a batch"
+        return found
+
+    def part(self, place: Place) -> Request:
+        """This rank's; it may be empty."""
+        size = place.stop - place.start
+        first, last = (place.start + size * r // self.world for r in (self.rank, self.rank + 1))
+        return Request(place.epoch, tuple(range(first, last)))
+
+
+class _Guess:
+    """What is asked for after what was asked for last: the next place, unless the loop jumps."""
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+        self.last = Place(0, 0, 0)
+
+    def __call__(self, _: Request) -> Request:
+        self.last = self._course.after(self.last)
+        return self._course.part(self.last)
+
+
+class Loader(Sourced):
+    """Each iteration is an epoch: the next one, or after `load_state_dict` what is left of one.
+
+    `batch_size` is that of all ranks together; rank r of `world` gets the r-th part of each batch,
+    and all get equally many. Where a rank's part has no sample (the last batch is short, or all are
+    bad) it gets a stand-in, and `weight`, the samples of the newest batch that count, is 0.
+
+    Used by one thread. `close` it, or leave its `with` block, to end its workers; they end with it.
+    """
+
+    def __init__(
+        self,
+        table: Any,  # noqa: ANN401
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+        workers: int = 0,
+        kind: str = "thread",
+        prefetch: int = 2,
+        device: Any = None,  # noqa: ANN401
+        rank: int = 0,
+        world: int = 1,
+        bad: str = "raise",
+        max_bad: int = 100,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """`table`: samples by number; any map-style torch Dataset is one.
+
+        `workers` of a `kind` read `prefetch` batches each ahead. `bad` samples end the loop
+        ("raise"), are left out ("skip"), or others take their place ("replace"); more than
+        `max_bad` of them in an epoch end the loop too. `transform` is applied to every sample.
+        """
+        _check(workers, kind, prefetch, rank, world)
+        rules = Rules(policy=bad, max_bad=max_bad)
+        self._source = Source(
+            dataset=check_dataset(table),
+            batch=check_batch(batch_size),
+            collate=default_collate if collate is None else collate,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            workers=Workers(num=workers, kind=kind, prefetch=prefetch),
+            rules=rules,
+            transform=transform,
+            device=device,
+            seed=seed,
+        )
+        self._calendar = Calendar(self._source.size, batch_size, drop_last)
+        self._world = world
+        self._quarantine = Quarantine(rules)
+        self._epoch = self._consumed = 0
+        self._iteration = 0  # counts them: only the newest goes on
+        self._begun = False  # an iteration has not come to its end
+        self._course = Course(self._calendar, rank, world)
+        self._guess = _Guess(self._course)
+        self._expected: Place | None = None  # by the workers, who read ahead
+        self._set_seed(seed)
+        self.dataset, self.batch_size = table, batch_size
+        self.wait_s = 0.0
+        """Seconds that the loop has waited for batches, so far."""
+        self.weight = 0
+        """Samples of the newest batch that count."""
+        _warn_of_workers(workers, os.environ)
+
+    @property
+    def source(self) -> Source:
+        """What of it counts in a run (`run.wrap`), which shares samples out by itself."""
+        if self._world != 1:
+            raise UsageError(
+                f"a Loader with world={self._world} shares the samples out, and so does the run",
+                hint="leave rank and world out",
+            )
+        return self._source
+
+    @property
+    def epoch(self) -> int:
+        """The one that is iterated over, or comes next."""
+        return self._epoch
+
+    @property
+    def bad(self) -> list[BadSample]:
+        """The first `max_bad` bad samples that this loop has met, each once."""
+        return list(self._quarantine.bad)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self._calendar.rounds_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:  # and left: as with torch, what comes is another epoch
+            self._epoch, self._consumed = self._epoch + 1, 0
+        self._begun = True
+        self._iteration += 1
+        return self._batches(self._iteration)
+
+    def _batches(self, iteration: int) -> Iterator[Any]:
+        while (place := self._course.at(self._epoch, self._consumed)) is not None:
+            batch, weight = self._read(place)
+            self._consumed, self.weight = place.stop, weight
+            if weight or self._world > 1:
+                yield batch
+                if iteration != self._iteration:
+                    raise UsageError(
+                        "another iteration over this Loader has begun, or a state was loaded",
+                        hint="one iteration at a time; make a second Loader for a second one",
+                    )
+        self._epoch, self._consumed, self._begun = self._epoch + 1, 0, False
+
+    def _read(self, place: Place) -> tuple[Any, int]:
+        began_s = time.perf_counter()
+        if place != self._expected:
+            self._supply.rest()
+            self._guess.last = place
+        self._expected = self._course.after(place)
+        request = self._course.part(place)
+        try:
+            rows = self._supply.read(request)
+            self._quarantine.meet(place.epoch, rows.bad)
+            if rows.num or self._world == 1:
+                return rows.batch, rows.num
+            return self._supply.stand_in(request), 0
+        finally:
+            self.wait_s += time.perf_counter() - began_s
+
+    def _set_seed(self, seed: int) -> None:
+        self._seed = seed
+        self._supply = supply_for(self._source, seed, self._guess)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is: with what was yielded behind it, whatever was read ahead. The same at
+        all ranks, but for their own count of bad samples in this epoch.
+        """
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "consumed": self._consumed,
+            "size": self._calendar.size,
+            "shuffle": self._source.shuffle,
+            "bad": self._quarantine.count if self._consumed else 0,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next iteration goes on from there, in the order of that state's seed.
+
+        Raises UsageError for a state of another table, or that is none.
+        """
+        names = ("seed", "epoch", "consumed", "size", "bad")
+        values = [state_dict.get(name) for name in names]
+        if not all(type(value) is int for value in values):
+            raise UsageError(
+                f"this is no state of a Loader: {dict(zip(names, values, strict=True))}",
+                hint="give what state_dict() has returned",
+            )
+        seed, epoch, consumed, size, bad = (int(value or 0) for value in values)
+        shuffle = state_dict.get("shuffle")
+        if size != self._calendar.size or shuffle is not self._source.shuffle:
+            raise UsageError(
+                f"a state of {size} samples, shuffle={shuffle}, came; this Loader has "
+                f"{self._calendar.size}, shuffle={self._source.shuffle}",
+                hint="resume with the same table and order; another one begins anew",
+            )
+        if not (epoch >= 0 and 0 <= consumed <= size and bad >= 0):
+            raise UsageError(f"position {consumed} of epoch {epoch} is none of {size} samples")
+        self._epoch, self._consumed, self._begun = epoch, consumed, False
+        self._iteration += 1
+        self._quarantine.resume(epoch, bad)
+        if seed != self._seed:
+            self.close()
+            self._set_seed(seed)
+
+    # -- lifetime -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the workers, and wait for that. A later iteration starts new ones. Idempotent."""
+        self._expected = None
+        self._supply.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check(workers: int, kind: str, prefetch: int, rank: int, world: int) -> None:
+    if workers < 0 or prefetch < 1:
+        raise UsageError(
+            f"workers={workers}, prefetch={prefetch}",
+            hint="workers: 0 or more; prefetch: 1 or more",
+        )
+    if kind not in KINDS:
+        raise UsageError(f"kind={kind!r}", hint=f"one of {', '.join(KINDS)}")
+    if not 0 <= rank < world:
+        raise UsageError(f"rank {rank} of a world of {world}", hint="0 <= rank < world")
+
+
+def _warn_of_workers(workers: int, environ: Mapping[str, str]) -> None:
+    """More of them than cores only take turns, and memory."""
+    said = next((environ[name] for name in _SLOTS if environ.get(name, "").isdigit()), "1")
+    slots = max(1, int(said))
+    # macOS knows no affinity.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if workers and workers * slots > (cores or 1):
+        log.warning(
+            "%d workers for each of %d processes here, and %d cores: they take turns, unless they "
+            "mostly wait for a disk or a network (workers=%d would fit)",
+            workers,
+            slots,
+            cores or 1,
+            max(1, (cores or 1) // slots),
+        )

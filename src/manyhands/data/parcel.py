@@ -1,0 +1,130 @@
+"""Parcel: a batch on its way out of a worker process.
+
+Its tensors travel side by side in one piece of memory that has no name: nothing is left of it
+when the processes are gone, however they end. Small ones travel with the rest, by the pipe.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyhands.wire.tensors import TensorSpec, bytes_of, from_bytes, num_bytes, spec_of
+
+_INLINE = 1 << 16  # bytes that a pipe takes at once
+_ALIGNED = 64  # bytes: whatever a tensor is of, it can be used where it lies
+
+
+class _Head(NamedTuple):
+    """What the other side must know before the rest comes."""
+
+    specs: list[TensorSpec]
+    inline: bytes | None  # the tensors; None: their memory follows
+    body: bytes
+
+
+class _Packer(ForkingPickler):
+    """Leaves the tensors out, and remembers them: for each there is its number."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, -1)
+        self.tensors: list[Tensor] = []
+
+    def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401
+        if type(obj) is not Tensor or not _is_plain(obj):
+            return NotImplemented
+        self.tensors.append(obj)
+        return _tensor, (len(self.tensors) - 1,)
+
+
+class _Arriving(threading.local):
+    """The tensors of the parcel that this thread unpacks."""
+
+    tensors: Sequence[Tensor] = ()
+
+
+_ARRIVING = _Arriving()
+
+
+def _tensor(number: int) -> Tensor:
+    return _ARRIVING.tensors[number]
+
+
+def send(line: Connection, thing: Any, to: int) -> None:  # noqa: ANN401
+    """Blocks until the process `to`, at the other end, has taken most of it."""
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(thing)
+    specs = [spec_of(tensor) for tensor in packer.tensors]
+    total = _offsets(specs)[-1]
+    if total <= _INLINE or not hasattr(os, "memfd_create"):
+        line.send(_Head(specs, b"".join(_padded(packer.tensors)), file.getvalue()))
+        return
+    memory = os.memfd_create("manyhands-batch", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(memory, "wb", closefd=False) as target:
+            for piece in _padded(packer.tensors):
+                target.write(piece)
+        line.send(_Head(specs, None, file.getvalue()))
+        send_handle(line, memory, to)
+    finally:
+        os.close(memory)
+
+
+def receive(line: Connection) -> Any:  # noqa: ANN401
+    """What this process's own child has sent. Raises EOFError or OSError if that has died."""
+    head: _Head = line.recv()
+    offsets = _offsets(head.specs)
+    if head.inline is not None:
+        memory = memoryview(bytearray(head.inline))
+    else:
+        handle = recv_handle(line)
+        try:
+            memory = memoryview(mmap.mmap(handle, offsets[-1]))
+        finally:
+            os.close(handle)
+    _ARRIVING.tensors = [
+        from_bytes(spec, memory[start : start + num_bytes(spec)])
+        for spec, start in zip(head.specs, offsets, strict=False)
+    ]
+    try:
+        return ForkingPickler.loads(head.body)
+    finally:
+        _ARRIVING.tensors = ()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _offsets(specs: Sequence[TensorSpec]) -> list[int]:
+    """Where each of them begins, and the end of all."""
+    offsets = [0]
+    for spec in specs:
+        offsets.append(offsets[-1] + -(-num_bytes(spec) // _ALIGNED) * _ALIGNED)
+    return offsets
+
+
+def _padded(tensors: Sequence[Tensor]) -> list[Any]:
+    pieces: list[Any] = []
+    for tensor in tensors:
+        data = bytes_of(tensor)
+        pieces += [data, bytes(-len(data) % _ALIGNED)]
+    return pieces

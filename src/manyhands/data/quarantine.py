@@ -1,0 +1,98 @@
+"""Quarantine: what is done about samples that cannot be read, and how many of them are too many."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manyhands.core.errors import ManyhandsError, UsageError
+from manyhands.data.table import BadSample
+
+log = logging.getLogger(__name__)
+
+POLICIES = {
+    "raise": "",
+    "skip": "it is left out",
+    "replace": "another one takes its place",
+}
+ATTEMPTS = 64  # replacements that are tried for one sample
+_SHOWN = 5  # samples that an error lists
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What to do about a bad sample, and how many an epoch may have."""
+
+    policy: str = "raise"
+    max_bad: int = 100
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise UsageError(f"bad={self.policy!r}", hint=f"one of {', '.join(POLICIES)}")
+        if self.max_bad < 0:
+            raise UsageError(f"max_bad={self.max_bad}", hint="0 or more")
+
+
+def replacement(seed: int, attempt: int, size: int) -> tuple[int, int]:
+    """What to read instead of a sample whose random numbers begin at `seed`, which says its epoch
+    and position: the place of another one, and where the random numbers of that begin.
+    """
+    digest = hashlib.blake2b(
+        f"{seed}:{attempt}".encode(), digest_size=16, person=b"manyhands-other"
+    ).digest()
+    place = int.from_bytes(digest[:8], "little") % size
+    return place, int.from_bytes(digest[8:], "little") >> 1
+
+
+class TooManyBad(ManyhandsError):
+    """More samples of one epoch cannot be read than the user takes. `bad` are the first of them."""
+
+    def __init__(self, count: int, max_bad: int, epoch: int, bad: Sequence[BadSample]) -> None:
+        shown = [error.message for error in bad[:_SHOWN]]
+        if count > len(shown):
+            shown.append(f"and {count - len(shown)} more")
+        super().__init__(
+            f"{count} samples of epoch {epoch} cannot be read, and max_bad={max_bad}: "
+            + "; ".join(shown),
+            hint="mend or remove these files, or give the Loader a larger max_bad",
+        )
+        self.bad = tuple(bad)
+
+
+class Quarantine:
+    """The bad samples that one loop has met. Used by its thread."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._epoch = 0
+        self._before = 0  # of this epoch, before this process knew of any
+        self._met: set[str] = set()  # in this epoch
+        self._told: set[str] = set()
+        self.bad: list[BadSample] = []
+        """The first of them, each once."""
+
+    @property
+    def count(self) -> int:
+        """In the epoch under way."""
+        return self._before + len(self._met)
+
+    def resume(self, epoch: int, count: int) -> None:
+        """So many were met in this epoch, by a process before."""
+        self._epoch, self._before = epoch, count
+        self._met.clear()
+
+    def meet(self, epoch: int, bad: Sequence[BadSample]) -> None:
+        """These were to be in a batch of that epoch. Raises TooManyBad."""
+        if epoch != self._epoch:
+            self.resume(epoch, 0)
+        for error in bad:
+            self._met.add(error.where)
+            if error.where not in self._told and len(self.bad) < self._rules.max_bad:
+                self._told.add(error.where)
+                self.bad.append(error)
+                log.warning("%s: %s", error.message, POLICIES[self._rules.policy])
+        if bad and self.count > self._rules.max_bad:
+            untold = (error for error in bad if error.where not in self._told)
+            raise TooManyBad(self.count, self._rules.max_bad, epoch, [*self.bad, *untold])
