@@ -132,6 +132,17 @@ def test_scale(tmp_path: Path) -> None:
     assert row["wrong_values"] == 0
 
 
+def test_data(tmp_path: Path) -> None:
+    options = ["--way", "direct,thread,process,torch-direct,torch,overlap-thread", "--turns", "1"]
+    keys = ROW | {"way", "workers", "batch", "wait_s", "ratio_to_torch"}
+    rows = rows_of(tmp_path, "data", *options, keys=keys)
+    overlap = rows.pop()
+    assert overlap.keys() >= {"decode_s", "step_s", "ratio_to_larger"}
+    assert [row["way"] for row in rows] == ["direct", "thread", "process", "torch-direct", "torch"]
+    assert all(row["identical"] for row in rows)
+    assert {row["samples"] for row in rows} == {1797}
+
+
 # -- ended before its end -------------------------------------------------------------------------
 
 GUARDED = """

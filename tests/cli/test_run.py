@@ -164,6 +164,7 @@ def test_each_copy_knows_the_run_and_its_name(launch, tmp_path):
     assert {e["MANYHANDS_NAME"] for e in environments} == {f"{host}-{i}" for i in range(3)}
     assert {e["MANYHANDS_RUN"] for e in environments} == {"shakes"}
     assert {e["MANYHANDS_MIN_PEERS"] for e in environments} == {"3"}
+    assert {e["MANYHANDS_LOCAL_PEERS"] for e in environments} == {"3"}
     assert {e["MANYHANDS_WORLD_SIZE"] for e in environments} == {"3"}
     cores = len(os.sched_getaffinity(0))
     assert {e["OMP_NUM_THREADS"] for e in environments} == {str(max(1, cores // 3))}

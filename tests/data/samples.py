@@ -123,3 +123,19 @@ def fails_at_seven(sample):
     if sample[0] == 7:
         raise ArithmeticError("seven")
     return sample
+
+
+class Stuck(Wide):
+    """One that nobody comes back from; it says so in a file."""
+
+    def __init__(self, at: int, said: str) -> None:
+        super().__init__()
+        self.at, self.said = at, said
+        self.shared = torch.ones(1 << 16)  # travels with the table
+
+    def __getitem__(self, index: int):
+        if index == self.at:
+            with open(self.said, "w"):
+                pass
+            signal.pause()
+        return super().__getitem__(index)

@@ -409,22 +409,22 @@ if __name__ == "__main__":
     loader = Loader(samples.Numbers(), 7, **{KINDS[name]!r})
     print(next(iter(loader))[0].tolist())
 """
-    done = run(code)
+    done = run("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[")
     assert "Traceback" not in done.stderr
 
 
-def run(code, **more):
+def run(*arguments):
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=100,
-        env={**os.environ, "PYTHONPATH": path, **more},
+        env={**os.environ, "PYTHONPATH": path},
     )
 
 
@@ -480,6 +480,18 @@ def test_what_cannot_be_sent_to_a_process_is_refused_with_the_remedy(make):
     with pytest.raises(UsageError, match="cannot be sent") as caught:
         next(iter(loader))
     assert 'kind="thread"' in caught.value.hint
+
+
+def test_a_script_that_begins_anew_in_its_workers_is_told_what_it_lacks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from manyhands.data import Loader\n"
+        'for batch in Loader(range(9), 3, workers=1, kind="process"): print(batch)\n'
+    )
+    done = run(script)
+    assert done.returncode == 1
+    assert "could not begin (exit code 1)" in done.stderr
+    assert 'if __name__ == "__main__"' in done.stderr
 
 
 def test_file_systems_are_opened_by_whoever_reads(make):

@@ -26,6 +26,19 @@ def test_any_piece_is_the_same_as_in_the_whole():
     assert order.indices(7, 7).tolist() == []
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000, 1 << 20, 10**8, 1 << 40, MAX_SIZE])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_one_position_is_the_same_as_in_the_whole(size, shuffle):
+    order = Order(size, seed=4, epoch=9, shuffle=shuffle)
+    for start in {0, size // 3, max(0, size - 30)}:
+        stop = min(size, start + 30)
+        places = [order.place(position) for position in range(start, stop)]
+        assert places == order.indices(start, stop).tolist()
+    for none in (-1, size):
+        with pytest.raises(UsageError):
+            order.place(none)
+
+
 def test_without_shuffle_it_is_the_data_sets_own():
     assert Order(9, seed=1, epoch=1, shuffle=False).indices(2, 6).tolist() == [2, 3, 4, 5]
 

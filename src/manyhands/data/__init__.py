@@ -17,10 +17,20 @@ __all__ = [
     "dataset",
     "register",
     from manyhands.data.chance import generator
+    from manyhands.data.imagenet import ImageNetTable
+    from manyhands.data.images import ImageTree
+    from manyhands.data.jsonl import JsonlTable
     from manyhands.data.loader import Loader
+    from manyhands.data.mixture import Mixture
+    from manyhands.data.rows import CsvTable
     from manyhands.data.table import BadSample
     "BadSample",
+    "CsvTable",
+    "ImageNetTable",
+    "ImageTree",
+    "JsonlTable",
     "Loader",
+    "Mixture",
     "generator",
 ]
 
@@ -32,7 +42,12 @@ _LAZY = {
     "dataset": "manyhands.data.registry",
     "register": "manyhands.data.writing",
     "BadSample": "manyhands.data.table",
+    "CsvTable": "manyhands.data.rows",
+    "ImageNetTable": "manyhands.data.imagenet",
+    "ImageTree": "manyhands.data.images",
+    "JsonlTable": "manyhands.data.jsonl",
     "Loader": "manyhands.data.loader",
+    "Mixture": "manyhands.data.mixture",
     "generator": "manyhands.data.chance",
 }
 

@@ -10,10 +10,12 @@ import io
 import os
 import threading
 import weakref
-
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from manyhands.data.files import File
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 _PIECE = 1 << 16  # bytes of the head, and of the tail, that a fingerprint looks at
 _BLOCK = 1 << 20  # bytes that are read ahead, from the beginning to the end
@@ -109,7 +111,7 @@ class _Stream(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Buffer, /) -> int:
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
         view = memoryview(buffer)
         stop = min(self._at + len(view), self._access.fingerprint.size)
         found = self._access.read(self._at, stop)

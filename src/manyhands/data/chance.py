@@ -8,15 +8,30 @@ depends on the run's seed, the epoch and the sample's position in it alone.
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import torch
+
+from manyhands.data.fetch import seed_of
+from manyhands.data.quarantine import replacement
+
+
+class Origin(NamedTuple):
+    """Where the random numbers of a sample begin: the run's seed, its epoch and its position. Of
+    one that takes its place, `attempt` says which.
+    """
+
+    seed: int
+    epoch: int
+    position: int
+    attempt: int = -1
 
 
 class _Here(threading.local):
     """This thread's."""
 
-    seed: int | None = None  # of the sample that is being read; None: none is
-    begun: bool = False  # `own` is that sample's
+    origin: Origin | None = None  # of the sample that is being read; None: none is
+    begun: Origin | None = None  # of what `own` has begun
     own: torch.Generator | None = None
 
 
@@ -29,21 +44,28 @@ def generator() -> torch.Generator:
 
     Ask for it anew for every sample. Where nothing is being read it is torch's own.
     """
-    if _HERE.seed is None:
+    origin = _HERE.origin
+    if origin is None:
         return torch.default_generator
     if _HERE.own is None:
         _HERE.own = torch.Generator()
-    if not _HERE.begun:
-        _HERE.begun = True
-        _HERE.own.manual_seed(_HERE.seed)
+    if _HERE.begun is not origin:
+        _HERE.begun = origin
+        _HERE.own.manual_seed(number_of(origin))
     return _HERE.own
 
 
-def begin_sample(seed: int) -> None:
-    """This thread reads a sample whose random numbers begin there."""
-    _HERE.seed, _HERE.begun = seed, False
+def number_of(origin: Origin) -> int:
+    """To seed a generator with."""
+    seed = seed_of(origin.seed, origin.epoch, origin.position)
+    return seed if origin.attempt < 0 else replacement(seed, origin.attempt, 1).seed
+
+
+def begin_sample(origin: Origin) -> None:
+    """This thread reads the sample whose random numbers begin there."""
+    _HERE.origin = origin
 
 
 def end_sample() -> None:
-    """It has been read."""
-    _HERE.seed = None
+    """It reads none."""
+    _HERE.origin = None

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import select
 import signal
 import socket
 import threading
 import traceback
-from collections.abc import Sequence
+from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from manyhands.core.errors import ManyhandsError, UsageError
-from manyhands.data.fetch import Rows, Spot
+from manyhands.data.fetch import Marks, Rows
 from manyhands.data.parcel import receive, send
 from manyhands.data.reader import Reader
 from manyhands.data.table import BadSample
@@ -40,14 +41,18 @@ class WorkerDied(ManyhandsError):
 
 
 class Child:
-    """A hand of a crew. Used by the crew's thread, but for `end`."""
+    """A hand of a crew, that may be asked for `depth` batches at a time: the process need not wait
+    for its parent between two of them. Used by the crew's thread, but for `end`.
+    """
 
-    def __init__(self, reader: Reader, number: int) -> None:
-        self._reader, self._number = reader, number
+    def __init__(self, reader: Reader, number: int, depth: int) -> None:
+        self._reader, self._number, self.depth = reader, number, depth
+        self._asked: deque[Marks] = deque()
         self._lock = threading.Lock()  # of what follows
         self._process: Any = None
         self._line: Connection | None = None
         self._ended = False
+        self._answered = False  # this process, once at least
 
     def begin(self) -> None:
         """Start the process, which takes a while. That it cannot be, `read` says."""
@@ -55,14 +60,26 @@ class Child:
         with suppress(ManyhandsError):
             self._start()
 
-    def read(self, spots: Sequence[Spot]) -> Rows:
-        """A batch. A process that has died is started anew for the next one."""
-        line = self._line or self._start()
+    def ask(self, marks: Marks) -> None:
+        """For a batch. If that cannot be, `answer` says why."""
+        self._asked.append(marks)
+        if self._line is not None:
+            with suppress(OSError):
+                self._line.send(marks)
+
+    def answer(self) -> Rows:
+        """The first batch that was asked for and not answered. If the process has died of it, the
+        others are asked for anew.
+        """
+        marks = self._asked[0]
         try:
-            line.send(list(spots))
+            line = self._line or self._start()
             answer = receive(line)
         except (EOFError, OSError) as error:
-            raise self._died(spots) from error
+            raise self._died(marks) from error
+        finally:
+            self._asked.popleft()
+        self._answered = True
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -88,7 +105,8 @@ class Child:
         with self._lock:
             if self._ended:
                 raise WorkerDied("the loader was closed")
-            mine, theirs = context.Pipe()
+            ends: Any = context.Pipe()  # of a kind that depends on the system
+            mine, theirs = ends
             process = context.Process(
                 target=serve,
                 args=(theirs, self._reader, os.getpid()),
@@ -107,7 +125,9 @@ class Child:
                 ) from error
             finally:
                 theirs.close()
-            self._process, self._line = process, mine
+            self._process, self._line, self._answered = process, mine, False
+        for marks in self._asked:
+            mine.send(marks)
         return mine
 
     def _let_go(self) -> int | None:
@@ -127,15 +147,21 @@ class Child:
         process.close()
         return code
 
-    def _died(self, spots: Sequence[Spot]) -> WorkerDied:
+    def _died(self, marks: Marks) -> WorkerDied:
         ended, code = self._ended, self._let_go()
         if ended:
             return WorkerDied("the loader was closed while a batch was read")
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        places = ", ".join(str(spot.place) for spot in spots[:_SHOWN])
+        if not self._answered and code is not None and code >= 0:
+            return WorkerDied(
+                f"worker process {self._number} could not begin ({how}); what it said is above",
+                hint="it imports the script anew: put what the script does under "
+                'if __name__ == "__main__":, or read in threads: Loader(..., kind="thread")',
+            )
+        numbers = ", ".join(map(str, marks.numbers[:_SHOWN]))
         return WorkerDied(
-            f"worker process {self._number} has died ({how}) while it read samples {places}"
-            + (", ..." if len(spots) > _SHOWN else ""),
+            f"worker process {self._number} has died ({how}) while it read samples {numbers}"
+            + (", ..." if len(marks.numbers) > _SHOWN else ""),
             hint="memory that was not enough, or a library that crashes on one of these samples: "
             "read them one by one in a process of their own",
         )
@@ -149,12 +175,11 @@ def serve(line: Connection, reader: Reader, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal it is the parent's affair
     threading.Thread(target=_end_with, args=(parent,), name="parent's end", daemon=True).start()
     torch.set_num_threads(1)
-    while True:
-        try:
-            spots = line.recv()
-        except (EOFError, OSError):
-            return
-        answer = _answer(reader, spots)
+    wanted: queue.SimpleQueue[Marks | None] = queue.SimpleQueue()
+    # What is asked for is taken in at once: a parent that asks must not wait for one that answers.
+    threading.Thread(target=_listen, args=(line, wanted), name="wanted", daemon=True).start()
+    while (marks := wanted.get()) is not None:
+        answer = _answer(reader, marks)
         try:
             send(line, answer, parent)
         except OSError:
@@ -165,9 +190,16 @@ def serve(line: Connection, reader: Reader, parent: int) -> None:
             send(line, line_error, parent)
 
 
-def _answer(reader: Reader, spots: Sequence[Spot]) -> Rows | BaseException:
+def _listen(line: Connection, wanted: queue.SimpleQueue[Marks | None]) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            wanted.put(line.recv())
+    wanted.put(None)
+
+
+def _answer(reader: Reader, marks: Marks) -> Rows | BaseException:
     try:
-        return reader.read(spots)
+        return reader.read(marks)
     except BadSample as error:
         return BadSample(error.where, error.reason)
     except Exception as error:  # noqa: BLE001  (raised where the batch would have come)

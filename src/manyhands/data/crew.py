@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from manyhands.data.fetch import Request, Rows, Spot, Spots
+from manyhands.data.fetch import Marks, Request, Rows, Spots
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +28,19 @@ _END_S = 30.0  # that `close` waits for a hand to finish the sample that it is a
 class Hand(Protocol):
     """What reads. Used by one thread, but for `end`."""
 
+    depth: int
+    """Batches that it may be asked for at a time."""
+
     def begin(self) -> None:
         """Before the first batch."""
         ...
 
-    def read(self, spots: Sequence[Spot]) -> Rows:
-        """A batch. Raises what reading it raises."""
+    def ask(self, marks: Marks) -> None:
+        """For a batch."""
+        ...
+
+    def answer(self) -> Rows:
+        """The first that was asked for and not answered. Raises what reading it raises."""
         ...
 
     def end(self) -> None:
@@ -48,16 +55,17 @@ class Hand(Protocol):
 class _Job:
     """One batch to read."""
 
-    def __init__(self, request: Request, spots: list[Spot]) -> None:
-        self.request, self.spots = request, spots
+    def __init__(self, request: Request, marks: Marks) -> None:
+        self.request, self.marks = request, marks
         self.dropped = False  # nobody wants it any more
         self.done = threading.Event()
         self.rows: Rows | None = None
         self.error: BaseException | None = None
 
     def run(self, hand: Hand, finish: Callable[[Rows], Rows]) -> None:
+        """The hand was asked for it, and has answered whatever came before."""
         try:
-            self.rows = finish(hand.read(self.spots))
+            self.rows = finish(hand.answer())
         except BaseException as error:  # noqa: BLE001  (raised where the batch would have come)
             self.error = error
         self.done.set()
@@ -155,7 +163,7 @@ class Crew:
             thread.start()
 
     def _issue(self, request: Request) -> None:
-        job = _Job(request, self._spots.of(request))
+        job = _Job(request, self._spots.marks(request))
         self._jobs.append(job)
         self._todo.put(job)
 
@@ -168,13 +176,28 @@ class Crew:
 
 def _work(todo: _Todo, over: threading.Event, hand: Hand, finish: Callable[[Rows], Rows]) -> None:
     hand.begin()
+    asked: deque[_Job] = deque()
+    job: _Job | None = None
     try:
-        while (job := todo.get()) is not None:
-            if not (job.dropped or over.is_set()):
-                job.run(hand, finish)
-            del job  # the wait for the next one may be long
+        while True:
+            if len(asked) < hand.depth:
+                try:
+                    job = todo.get(block=not asked)
+                except queue.Empty:
+                    pass  # of what is asked for the first is waited for, below
+                else:
+                    if job is None:
+                        return
+                    if not (job.dropped or over.is_set()):
+                        hand.ask(job.marks)
+                        asked.append(job)
+                    job = None  # the wait for the next one may be long
+                    continue
+            asked.popleft().run(hand, finish)
     finally:
         hand.close()
+        for left in asked:
+            left.run(hand, finish)
 
 
 def _stop(todo: _Todo, over: threading.Event, threads: Sequence[threading.Thread]) -> None:

@@ -45,6 +45,14 @@ class Spot(NamedTuple):
     seed: int
 
 
+class Marks(NamedTuple):
+    """Samples to read: their positions in an epoch, and their numbers in the data set."""
+
+    epoch: int
+    positions: tuple[int, ...]
+    numbers: list[int]
+
+
 class Rows(NamedTuple):
     """The samples of a request that are there."""
 
@@ -117,9 +125,13 @@ class Spots:
         number = self._source.number
         return [number(place) for place in self._of_order(request)]
 
+    def marks(self, request: Request) -> Marks:
+        """The same, with their positions."""
+        return Marks(request.epoch, request.positions, self.places(request))
+
     def of(self, request: Request) -> list[Spot]:
         """One for each position."""
-        seeds = (self._seed_of(request.epoch, position) for position in request.positions)
+        seeds = (seed_of(self._seed, request.epoch, position) for position in request.positions)
         return list(map(Spot, self._of_order(request), seeds))
 
     def _of_order(self, request: Request) -> Iterator[int]:
@@ -136,11 +148,13 @@ class Spots:
         block = order.indices(self._start, min(size, self._start + _BLOCK))
         self._places = cast("list[int]", block.tolist())  # pyright: ignore[reportUnknownMemberType]
 
-    def _seed_of(self, epoch: int, position: int) -> int:
-        digest = hashlib.blake2b(
-            f"{self._seed}:{epoch}:{position}".encode(), digest_size=8, person=b"manyhands-sample"
-        ).digest()
-        return int.from_bytes(digest, "little") >> 1  # torch and numpy take no negative ones
+
+def seed_of(seed: int, epoch: int, position: int) -> int:
+    """Where the random numbers of a sample begin: that at a position of an epoch of a run."""
+    digest = hashlib.blake2b(
+        f"{seed}:{epoch}:{position}".encode(), digest_size=8, person=b"manyhands-sample"
+    ).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch and numpy take no negative ones
 
 
 class Fetcher:

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
-    + (".ppm", ".pgm", ".pbm", ".pnm")
+    [
+        *(".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"),
+        *(".ppm", ".pgm", ".pbm", ".pnm"),
+    ]
 )
 _SHOWN = 5  # names that a message lists
 

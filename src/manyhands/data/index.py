@@ -167,7 +167,7 @@ def _check_is_ours(path: Path) -> None:
             head = file.read(len(_MAGIC))
     except OSError:
         return
-    if head not in (b"", _MAGIC):
+    if not _MAGIC.startswith(head):  # half of one is one that can go
         raise UsageError(
             f"{path} is there, and is no index",
             hint="move it away, or say where the index may be: index=PATH",
@@ -187,9 +187,7 @@ def _write(number: int, kind: str, of: Fingerprint, samples: Iterable[Found]) ->
             del starts[:]
     starts.append(of.size)
     at = _put(number, _put(number, at, starts), extra)
-    header = msgspec.json.encode(
-        _Header(1, kind, of.size, of.mtime_ns, of.ends, count, len(extra))
-    )
+    header = msgspec.json.encode(_Header(1, kind, of.size, of.mtime_ns, of.ends, count, len(extra)))
     if len(header) > _HEADER:
         raise UsageError(f"an index of {kind[:80]}...: too much to say of its kind")
     with _writing():

@@ -126,7 +126,7 @@ class Loader(Sourced):
         self._source = Source(
             dataset=check_dataset(table),
             batch=check_batch(batch_size),
-            collate=default_collate if collate is None else collate,
+            collate=collate or default_collate,  # pyright: ignore[reportUnknownArgumentType]
             shuffle=shuffle,
             drop_last=drop_last,
             workers=Workers(num=workers, kind=kind, prefetch=prefetch),

@@ -76,7 +76,7 @@ class Order:
             values[outside] = self._permute(values[outside])
 
     def place(self, position: int) -> int:
-        """The sample at one position: the same as above, without a tensor, in a tenth of the time."""
+        """The sample at one position. Without tensors, which for a single one take much longer."""
         if not 0 <= position < self.size:
             raise UsageError(f"position {position} of an order of {self.size} samples")
         if not self._shuffle or self.size == 1:

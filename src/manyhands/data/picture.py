@@ -35,14 +35,18 @@ _BROKEN_EXIF = (
 )
 
 
+class NoPicture(ValueError):
+    """Bytes that are no image, or not a whole one."""
+
+
 def decode(data: bytes) -> Tensor:
-    """What the top of this module says. Raises ValueError for what is no image, or not a whole one.
+    """What the top of this module says. Raises NoPicture.
 
     How large an image may be, and whether a part of one will do, is Pillow's to say.
     """
     image_module = _pillow()
     if not data:
-        raise ValueError("it is empty")
+        raise NoPicture("it is empty")
     try:
         with image_module.open(io.BytesIO(data)) as image:
             image.load()
@@ -50,7 +54,7 @@ def decode(data: bytes) -> Tensor:
     except MemoryError:
         raise
     except Exception as error:  # each of its formats has errors of its own
-        raise ValueError(str(error) or type(error).__name__) from error
+        raise NoPicture(str(error) or type(error).__name__) from error
 
 
 def read_picture(tree: Tree, name: str, where: str) -> Tensor:
@@ -61,7 +65,7 @@ def read_picture(tree: Tree, name: str, where: str) -> Tensor:
         raise BadSample(where, "it is not there") from None
     try:
         return decode(data)
-    except ValueError as error:
+    except NoPicture as error:
         raise BadSample(where, str(error)) from error
 
 

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manyhands.core.errors import ManyhandsError, UsageError
 from manyhands.data.table import BadSample
@@ -35,15 +36,22 @@ class Rules:
             raise UsageError(f"max_bad={self.max_bad}", hint="0 or more")
 
 
-def replacement(seed: int, attempt: int, size: int) -> tuple[int, int]:
-    """What to read instead of a sample whose random numbers begin at `seed`, which says its epoch
-    and position: the place of another one, and where the random numbers of that begin.
+class Other(NamedTuple):
+    """A sample in place of another: its number among all, and where its random numbers begin."""
+
+    place: int
+    seed: int
+
+
+def replacement(seed: int, attempt: int, size: int) -> Other:
+    """What to read instead of a sample whose random numbers begin at `seed`: that says its epoch
+    and position, and nothing else counts.
     """
     digest = hashlib.blake2b(
         f"{seed}:{attempt}".encode(), digest_size=16, person=b"manyhands-other"
     ).digest()
     place = int.from_bytes(digest[:8], "little") % size
-    return place, int.from_bytes(digest[8:], "little") >> 1
+    return Other(place, int.from_bytes(digest[8:], "little") >> 1)
 
 
 class TooManyBad(ManyhandsError):

@@ -6,64 +6,73 @@ process, to which it is pickled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from manyhands.core.errors import ManyhandsError
-from manyhands.data.chance import begin_sample, end_sample
-from manyhands.data.fetch import Rows, Spot, seed_all
+from manyhands.data.chance import Origin, begin_sample, end_sample, number_of
+from manyhands.data.fetch import Marks, Rows, seed_all
 from manyhands.data.quarantine import ATTEMPTS, Rules, replacement
 from manyhands.data.source import Source
 from manyhands.data.table import BadSample, named, place_of
 
 
 class Reader:
-    """`alone`: no other thread of this process draws random numbers while a sample is read, so the
-    process's generators can be the sample's too.
+    """`seed` is the run's. `alone`: no other thread of this process draws random numbers while a
+    sample is read, so the process's generators can be the sample's too.
     """
 
-    def __init__(self, source: Source, *, alone: bool) -> None:
-        self._table, self._size = source.dataset, source.size
+    def __init__(self, source: Source, seed: int, *, alone: bool) -> None:
+        self._table, self._seed = source.dataset, seed
         self._transform, self._collate = source.transform, source.collate
         self._policy = (source.rules or Rules()).policy
-        self._number = source.number
+        self._size, self._number = source.size, source.number
         self._seeds = alone and _draws(source)
         # One that says where its samples are also says which of them are bad.
-        self._says = hasattr(source.dataset, "where")
+        self._trusted = hasattr(source.dataset, "where") or self._policy == "raise"
 
-    def read(self, spots: Sequence[Spot]) -> Rows:
+    def read(self, marks: Marks) -> Rows:
         """What can be read of these. Raises what reading raised, and BadSample if that is the
         policy.
         """
         samples: list[Any] = []
         bad: list[BadSample] = []
-        for spot in spots:
-            try:
-                samples.append(self._sample(spot))
-            except BadSample as error:
-                if self._policy == "raise":
-                    raise
-                bad.append(BadSample(error.where, error.reason))  # without the frames it came from
-                if self._policy == "replace":
-                    samples.append(self._other(spot))
+        try:
+            for position, number in zip(marks.positions, marks.numbers, strict=True):
+                origin = Origin(self._seed, marks.epoch, position)
+                try:
+                    samples.append(self._sample(number, origin))
+                except BadSample as error:
+                    if self._policy == "raise":
+                        raise
+                    bad.append(BadSample(error.where, error.reason))  # without its frames
+                    if self._policy == "replace":
+                        samples.append(self._other(origin))
+        finally:
+            end_sample()
         return Rows(self._collate(samples) if samples else None, len(samples), tuple(bad))
 
-    def stand_in(self, spots: Sequence[Spot]) -> Any:  # noqa: ANN401
+    def stand_in(self, marks: Marks) -> Any:  # noqa: ANN401
         """A batch of as many samples that can be read: these, or others."""
-        return self._collate([self._sample_or_other(spot) for spot in spots])
-
-    def _sample_or_other(self, spot: Spot) -> Any:  # noqa: ANN401
+        samples: list[Any] = []
         try:
-            return self._sample(spot)
-        except BadSample:
-            return self._other(spot)
+            for position, number in zip(marks.positions, marks.numbers, strict=True):
+                origin = Origin(self._seed, marks.epoch, position)
+                try:
+                    samples.append(self._sample(number, origin))
+                except BadSample:
+                    samples.append(self._other(origin))
+        finally:
+            end_sample()
+        return self._collate(samples)
 
-    def _other(self, spot: Spot) -> Any:  # noqa: ANN401
+    def _other(self, origin: Origin) -> Any:  # noqa: ANN401
         """In place of a bad one."""
         errors: list[str] = []
+        seed = number_of(origin)
         for attempt in range(ATTEMPTS):
+            number = self._number(replacement(seed, attempt, self._size).place)
             try:
-                return self._sample(Spot(*replacement(spot.seed, attempt, self._size)))
+                return self._sample(number, origin._replace(attempt=attempt))
             except BadSample as error:
                 errors.append(error.message)
         raise ManyhandsError(
@@ -72,23 +81,17 @@ class Reader:
             hint="most of this data cannot be read: look at these files",
         )
 
-    def _sample(self, spot: Spot) -> Any:  # noqa: ANN401
-        number = self._number(spot.place)
-        begin_sample(spot.seed)
+    def _sample(self, number: int, origin: Origin) -> Any:  # noqa: ANN401
+        begin_sample(origin)
         if self._seeds:
-            seed_all(spot.seed)
-        try:
-            sample = self._item(number)
-            if self._transform is None:
-                return sample
-            with named(place_of(self._table, number)):
-                return self._transform(sample)
-        finally:
-            end_sample()
+            seed_all(number_of(origin))
+        sample = self._table[number] if self._trusted else self._guarded(number)
+        if self._transform is None:
+            return sample
+        with named(place_of(self._table, number)):
+            return self._transform(sample)
 
-    def _item(self, number: int) -> Any:  # noqa: ANN401
-        if self._says or self._policy == "raise":
-            return self._table[number]
+    def _guarded(self, number: int) -> Any:  # noqa: ANN401
         try:
             return self._table[number]
         except BadSample:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from manyhands.core.errors import UsageError
 from manyhands.data import index as indices
+from manyhands.data.access import Access, Fingerprint, open_access, stream
 from manyhands.data.files import as_file
 from manyhands.data.index import Found, Index
-from manyhands.data.access import Access, Fingerprint, open_access, stream
 from manyhands.data.table import BadSample, Sequential, named
 
 _BOM = b"\xef\xbb\xbf"
@@ -133,6 +133,14 @@ class Records:
             found = indices.build(places, self.kind, state, lambda: self.scan(stream(access)))
         return _Opened(access, found)
 
+    def close(self) -> None:
+        """Let go of the files, as happens by itself when nobody has the table any more.
+
+        Used again, it opens them again.
+        """
+        with self._opening:
+            self._held = None
+
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_held", "_opening")}
 
@@ -172,7 +180,7 @@ def numbered(lines: Iterable[bytes], place: str) -> Iterator[Found]:
                     hint=f"make it UTF-8: iconv -f UTF-16 -t UTF-8 {place} > FILE",
                 )
             if line.startswith(_BOM):
-                start, line = len(_BOM), line[len(_BOM) :]  # noqa: PLW2901
+                start, line = len(_BOM), line[len(_BOM) :]
         yield start, number, line
         start += len(line)
 

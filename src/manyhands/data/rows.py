@@ -51,6 +51,12 @@ class CsvTable(Records):
         super().__init__(source, transform=transform, index=index)
         self.columns = self._header() if columns is None else tuple(columns)
         """Their names."""
+        twice = sorted({name for name in self.columns if self.columns.count(name) > 1})
+        if twice:
+            raise UsageError(
+                f"{self.place}: columns of one name: {', '.join(twice)}",
+                hint="give them other names; if its first row has none, columns=[...]",
+            )
         self._turns = self._by_column(types or {})
 
     def scan(self, lines: Iterable[bytes]) -> Iterator[Found]:
@@ -78,13 +84,9 @@ class CsvTable(Records):
         try:
             names = self._cells(first[2])
         except ValueError as error:
-            raise UsageError(f"{self.place}:{first[1]}: the names of the columns: {error}") from None
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
             raise UsageError(
-                f"{self.place}:{first[1]}: columns of one name: {', '.join(twice)}",
-                hint="give them other names, in the file; or, if these are none, columns=[...]",
-            )
+                f"{self.place}:{first[1]}: the names of the columns: {error}"
+            ) from None
         return tuple(names)
 
     def _by_column(
@@ -111,9 +113,7 @@ class CsvTable(Records):
 
     def _reader(self, lines: Iterable[str]) -> Iterator[list[str]]:
         # Not strict, it would take half a row for a whole one.
-        return csv.reader(
-            lines, delimiter=self._delimiter, quotechar=self._quotechar, strict=True
-        )
+        return csv.reader(lines, delimiter=self._delimiter, quotechar=self._quotechar, strict=True)
 
     def _split(self, lines: Iterable[bytes]) -> Iterator[Found]:
         """The lines, those of a row put together."""

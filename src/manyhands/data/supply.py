@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from manyhands.data.child import Child
@@ -10,9 +10,9 @@ from manyhands.data.courier import Courier, Sent
 from manyhands.data.crew import Crew, Hand
 from manyhands.data.fetch import (
     Fetcher,
+    Marks,
     Request,
     Rows,
-    Spot,
     Spots,
     WorkerFetcher,
     generators_kept,
@@ -57,13 +57,13 @@ class _Spare:
     """Batches that stand in for others, read in the user's thread."""
 
     def __init__(self, source: Source, seed: int, courier: Courier | None) -> None:
-        self._reader, self._spots = Reader(source, alone=True), Spots(source, seed)
+        self._reader, self._spots = Reader(source, seed, alone=True), Spots(source, seed)
         self._size, self._courier = source.size, courier
 
     def stand_in(self, request: Request) -> Any:  # noqa: ANN401
         positions = request.positions[:SPARE] or tuple(range(min(SPARE, self._size)))
         with generators_kept():
-            batch = self._reader.stand_in(self._spots.of(Request(request.epoch, positions)))
+            batch = self._reader.stand_in(self._spots.marks(Request(request.epoch, positions)))
         return _moved(self._courier, batch)
 
 
@@ -73,7 +73,7 @@ class Direct(_Spare):
     def read(self, request: Request) -> Rows:
         """Its samples. The user's generators are left alone."""
         with generators_kept():
-            rows = self._reader.read(self._spots.of(request))
+            rows = self._reader.read(self._spots.marks(request))
         return rows._replace(batch=_moved(self._courier, rows.batch))
 
     def rest(self) -> None:
@@ -97,10 +97,10 @@ class Ahead(_Spare):
         workers = source.workers
         hands: list[Hand] = []
         if workers.kind == "process":
-            reader = Reader(source, alone=True)
-            hands += [Child(reader, number) for number in range(workers.num)]
+            reader = Reader(source, seed, alone=True)
+            hands += [Child(reader, n, workers.prefetch) for n in range(workers.num)]
         else:
-            reader = Reader(source, alone=False)
+            reader = Reader(source, seed, alone=False)
             hands += [_Own(reader) for _ in range(workers.num)]
         pinned = None if courier is None or not courier.overlaps else courier.pinned
         self._crew = Crew(
@@ -138,14 +138,22 @@ class Ahead(_Spare):
 class _Own:
     """A hand that reads in its thread."""
 
+    depth = 1
+
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        self._marks: Marks | None = None
 
     def begin(self) -> None:
         """Nothing to do."""
 
-    def read(self, spots: Sequence[Spot]) -> Rows:
-        return self._reader.read(spots)
+    def ask(self, marks: Marks) -> None:
+        self._marks = marks
+
+    def answer(self) -> Rows:
+        marks, self._marks = self._marks, None
+        assert marks is not None, "ask first"
+        return self._reader.read(marks)
 
     def end(self) -> None:
         """Nothing to do."""

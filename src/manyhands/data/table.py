@@ -1,4 +1,4 @@
-"""Table: samples by number. Whatever has a length and items is one, torch's map-style data sets too.
+"""Table: samples by number. What has a length and items is one: torch's map-style data sets too.
 
 A sample that cannot be read raises BadSample, at every peer and every time: what is bad is the
 data, not the moment. Whatever may go well at another time (a network, a disk) is raised as it is.
