@@ -21,6 +21,7 @@ bench: setup
 	.venv/bin/python benchmarks/ddp.py --json benchmarks/results/ddp.json
 	.venv/bin/python benchmarks/train.py --json benchmarks/results/train.json
 	.venv/bin/python benchmarks/stages.py --json benchmarks/results/stages.json
+	.venv/bin/python benchmarks/order.py --json benchmarks/results/order.json
 	.venv/bin/python benchmarks/data.py --json benchmarks/results/data.json
 
 bench-scale: setup

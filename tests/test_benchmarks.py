@@ -126,6 +126,22 @@ def test_train_of_hivemind(tmp_path: Path) -> None:
     assert row["link"] == "hivemind"
 
 
+def test_order(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    command = [sys.executable, FOLDER / "order.py", "--quick", "--json", target]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    result = json.loads(target.read_text())
+    assert result["bench"] == "order"
+    assert [row["order"] for row in result["rows"] if row["what"] == "resume"] == [
+        *["manyhands"] * 3,
+        *["manyhands mixture"] * 3,
+        *["torch"] * 3,
+    ]
+    for row in result["rows"]:
+        assert 0 < row["p10_s"] <= row["median_s"] <= row["p90_s"]
+        assert row["extra_peak_bytes"] < 64 << 20  # of a hundred million samples
+
+
 def test_scale(tmp_path: Path) -> None:
     keys = AVERAGING | {"parameters", "wrong_values", "extra_bound_bytes"}
     (row,) = rows_of(tmp_path, "scale", "--parameters", "1e6", keys=keys)

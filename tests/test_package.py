@@ -81,6 +81,7 @@ def test_wheel_has_types_licence_and_nothing_else(wheel):
         info = next(name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(info))
     assert "manyhands/py.typed" in names
+    assert "manyhands/data/example.toml" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Version"] == manyhands.__version__

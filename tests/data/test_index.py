@@ -13,6 +13,7 @@ from manyhands.core.errors import UsageError
 from manyhands.data import index as indices
 from manyhands.data.index import SUFFIX
 from manyhands.data.jsonl import JsonlTable
+from tests.data.kit import Blob
 
 
 class Counting(JsonlTable):
@@ -142,6 +143,29 @@ def test_half_of_one_is_none(path, scans, size):
     assert beside(path).read_bytes() == whole
 
 
+def test_one_that_somebody_spoilt(path):
+    """Whatever it says, nothing beyond the file is asked for."""
+    JsonlTable(path)
+    data = bytearray(beside(path).read_bytes())
+    data[512 + 8 * 2 + 6] = 0xFF
+    beside(path).write_bytes(data)
+    table = JsonlTable(path)
+    assert table[0] == 1
+    for index in (1, 2):
+        with pytest.raises(UsageError, match="is broken\nhint: remove it"):
+            table[index]
+    table.close()
+
+
+def test_without_a_home(path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr("os.path.expanduser", lambda name: name)  # as for a user without a name
+    assert JsonlTable(path)[2] == 3
+    with pytest.raises(UsageError, match="written nowhere: no folder"):
+        JsonlTable(Blob(b"1\n"))
+
+
 def test_one_of_another_kind_of_table_is_none(path, scans):
     class Other(Counting):
         kind = "other"
@@ -159,6 +183,7 @@ KILLED = """
 import os, signal, sys
 from manyhands.data import index
 from manyhands.data.jsonl import JsonlTable
+from tests.data.kit import Blob
 real, count = os.pwrite, 0
 def pwrite(*arguments):
     global count

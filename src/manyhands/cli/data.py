@@ -14,7 +14,7 @@ from manyhands.core.errors import ManyhandsError, RegistryError
 from manyhands.data import chunks
 from manyhands.data.blobs import Blob
 from manyhands.data.project import FILE_NAME, Project, read_project
-from manyhands.data.registry import DataSet, dataset, load_project, of_entry, search_path
+from manyhands.data.registry import DataSet, Place, dataset, load_project, of_entry, search_path
 from manyhands.data.secret import hide
 from manyhands.data.writing import register
 
@@ -78,7 +78,7 @@ def show_data(
         plain = {**_plain(found), "conf": _shown(found.conf), **there, "problem": problem}
         print(json.dumps(plain, indent=2))
     else:
-        print("\n".join(_description(found, there)))
+        _say("\n".join(_description(found, there)))
     if failed is not None:
         raise failed
 
@@ -109,7 +109,7 @@ def check_data(
         print(json.dumps({"problems": bad, "datasets": results}, indent=2))
     else:
         for result in results:
-            print("\n".join(_lines(result)))
+            _say("\n".join(_lines(result)))
         print(f"{len(results) - bad} of {len(results)} can be used")
     raise typer.Exit(1 if bad else 0)
 
@@ -159,9 +159,9 @@ def _found(file: str | None) -> tuple[list[DataSet], list[RegistryError], list[P
     found: dict[str, DataSet] = {}
     broken: list[RegistryError] = []
     missing: list[Path] = []
-    for place in search_path() if file is None else ():
+    for place in search_path() if file is None else [Place(Path(file), named=True)]:
         try:
-            project = read_project(place.file)
+            project = read_project(place.file) if file is None else load_project(file)
         except RegistryError as error:
             broken.append(error)
             continue
@@ -169,8 +169,6 @@ def _found(file: str | None) -> tuple[list[DataSet], list[RegistryError], list[P
             missing.append(place.file)
         for one in _datasets(project):
             found.setdefault(one.name, one)
-    if file is not None:
-        found = {one.name: one for one in _datasets(load_project(file))}
     return list(found.values()), broken, missing
 
 
@@ -178,6 +176,11 @@ def _datasets(project: Project | None) -> Iterator[DataSet]:
     if project is not None:
         for entry in project.entries.values():
             yield of_entry(entry, project)
+
+
+def _say(text: str) -> None:
+    """Names of files need not be text; what is none is shown as question marks."""
+    print(text.encode(errors="replace").decode())
 
 
 def _together(errors: list[RegistryError]) -> RegistryError:

@@ -63,10 +63,9 @@ def open_storage(
     name = fields.need("driver", str)
     kind = fields.choice("type", _KINDS)
     cache = _cache_folder(fields)
-    store = None
-    if name in DRIVERS:
-        store = DRIVERS[name](fields)
-    elif name is not None:
+    driver = DRIVERS.get(name or "")
+    store = None if driver is None else driver(fields)
+    if name and driver is None:
         fields.problem("driver", _unknown(name, packages or {}))
     fields.finish()
     assert store is not None
@@ -89,7 +88,7 @@ class Fields:
 
     def need(self, key: str, kind: type[_T]) -> _T | None:
         """A field that must be there; else None, and a problem."""
-        if key not in self._table:
+        if self._table.get(key) is None:
             self.problem(key, f"is missing ({_NAMES[kind]})")
         value = self.may(key, kind)
         if value == "":
@@ -224,7 +223,7 @@ def _fsspec(fields: Fields) -> Store | None:
     url = fields.need("url", str)
     options = cast("dict[str, Any]", fields.may("options", dict) or {})
     if url and not is_url(url):
-        fields.problem("url", f'{url[:80]!r} is no URL; for a path there is driver = "FileSystem"')
+        fields.problem("url", f"{url[:80]!r} is no URL (driver = 'FileSystem' takes a path)")
     if not url:
         return None
     try:

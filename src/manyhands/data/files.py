@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, TypeGuard, cast
 
 from manyhands.core.errors import UsageError
 
@@ -118,7 +118,11 @@ class Folder:
 
 
 def as_file(source: Any) -> File:  # noqa: ANN401
-    """A path, or anything like a blob. Raises UsageError."""
+    """A path, a URL, or anything like a blob. Raises UsageError, and NotThere for a URL."""
+    if is_url(source):
+        from manyhands.data.blobs import Blob
+
+        source = Blob.at(source)
     if isinstance(source, str | os.PathLike):
         path = Path(cast("str", source))
         if not path.is_file():
@@ -132,7 +136,11 @@ def as_file(source: Any) -> File:  # noqa: ANN401
 
 
 def as_tree(source: Any) -> Tree:  # noqa: ANN401
-    """A path of a folder, or anything like a tree of blobs. Raises UsageError."""
+    """A folder by path or URL, or anything like a tree of blobs. Raises as `as_file` does."""
+    if is_url(source):
+        from manyhands.data.blobs import BlobTree
+
+        return BlobTree.at(source)
     if isinstance(source, str | os.PathLike):
         return Folder(cast("str", source))
     if hasattr(source, "walk") and hasattr(source, "__getitem__"):
@@ -140,6 +148,11 @@ def as_tree(source: Any) -> Tree:  # noqa: ANN401
     raise UsageError(
         f"a {type(source).__name__} is no folder", hint="give the path of a folder, or a tree"
     )
+
+
+def is_url(source: object) -> TypeGuard[str]:
+    """Whether it says how to get there, and not only where."""
+    return isinstance(source, str) and "://" in source
 
 
 def place_in(tree: Tree, name: str) -> str:

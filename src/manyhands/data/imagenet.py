@@ -270,10 +270,10 @@ def _rows(tree: Tree, file: str) -> Iterator[tuple[int, list[str]]]:
     """Rows of two columns, with the lines they are in."""
     text, where = _text(tree, file)
     reader = csv.reader(io.StringIO(text, newline=""))
-    header = next(reader, [])
+    header = next(reader, None)
     if header != _HEADER:
         raise UsageError(
-            f"{where}:1: the columns are {header}, expected {_HEADER}",
+            f"{where}:1: the columns are {header or []}, expected {_HEADER}",
             hint="give the file of the Kaggle archive, unchanged",
         )
     for row in reader:

@@ -89,10 +89,11 @@ def places_for(place: str, *, beside: Path | None) -> list[Path]:
 
     The others are where a folder cannot be written, and where there is none.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = hashlib.blake2b(place.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     cached = Path(base) / "manyhands" / "index" / f"{name}{SUFFIX}"
-    return [cached] if beside is None else [beside.with_name(beside.name + SUFFIX), cached]
+    places = [] if beside is None else [beside.with_name(beside.name + SUFFIX)]
+    return [*places, cached] if cached.is_absolute() else places  # not everybody has a home
 
 
 def find(places: Sequence[Path], kind: str, of: Fingerprint) -> Index | None:
@@ -127,7 +128,7 @@ def build(
             return index
         reasons.append(f"{path}: somebody else writes it, and for another state of the file")
     raise UsageError(
-        "an index of the samples can be written nowhere: " + "; ".join(reasons),
+        "an index of the samples can be written nowhere: " + ("; ".join(reasons) or "no folder"),
         hint="say where it can be: index=PATH",
     )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
@@ -102,9 +102,9 @@ def make_project(config: Mapping[str, object], file: str = "data project") -> Pr
     if version is not None and not 0 <= version <= VERSION:
         newer = " (newer than this release reads)" if version > VERSION else ""
         check.problems.append(f"data_config_version: expected 0 or 1, got {version}{newer}")
-    tables = check.take(config, "datasets", list, FILE_NAME) or []
+    tables = cast("list[object]", check.take(config, "datasets", list, FILE_NAME) or [])
     entries: dict[str, Entry] = {}
-    for number, table in enumerate(cast("list[object]", tables), start=1):
+    for number, table in enumerate(tables, start=1):
         entry = _entry(check, table, number, VERSION if version is None else version, file)
         if entry is None:
             continue
@@ -136,7 +136,10 @@ class _Check:
     def typed(self, value: object, key: str, kind: type[_T], where: str) -> _T | None:
         if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
             return value
-        shown = _TYPES.get(type(value)) if isinstance(value, (dict, list)) else repr(value)[:80]
+        shown = repr(value)[:80]
+        for container in (dict, list):
+            if isinstance(value, container):
+                shown = _TYPES[container]
         self.problems.append(f"{where}, {key}: expected {_TYPES[kind]}, got {shown}")
         return None
 
@@ -157,8 +160,9 @@ def _entry(check: _Check, table: object, number: int, version: int, file: str) -
     if uuid is not None and not _UUID.fullmatch(uuid):
         check.problems.append(f"{where}, uuid: {uuid[:80]!r} is no UUID (8-4-4-4-12 hex digits)")
     description = check.typed(conf.get("description", ""), "description", str, where)
-    for tag in check.typed(conf.get("tags", []), "tags", list, where) or ():
-        check.typed(cast("object", tag), "tags", str, where)
+    tags = cast("list[object]", check.typed(conf.get("tags", []), "tags", list, where) or [])
+    for tag in tags:
+        check.typed(tag, "tags", str, where)
     storage = cast("dict[str, object] | None", check.take(conf, "storage", dict, where))
     if storage is not None and check.take(storage, "driver", str, f"{where}, storage") is not None:
         _refuse_secrets(check, storage, where)
@@ -188,8 +192,9 @@ def _refuse_secrets(check: _Check, storage: Mapping[str, object], where: str) ->
 
 def _drivers(check: _Check, config: Mapping[str, object]) -> dict[str, str]:
     drivers: dict[str, str] = {}
-    tables = check.typed(config.get("drivers", []), "drivers", list, FILE_NAME) or []
-    for number, table in enumerate(cast("Sequence[object]", tables), start=1):
+    listed = config.get("drivers", [])
+    tables = cast("list[object]", check.typed(listed, "drivers", list, FILE_NAME) or [])
+    for number, table in enumerate(tables, start=1):
         where = f"driver {number}"
         if not isinstance(table, Mapping):
             check.problems.append(f"{where}: expected a table, [[drivers]], got {repr(table)[:80]}")

@@ -10,13 +10,14 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from manyhands.core.errors import UsageError
 from manyhands.data import index as indices
 from manyhands.data.access import Access, Fingerprint, open_access, stream
-from manyhands.data.files import as_file
+from manyhands.data.files import as_file, is_url
 from manyhands.data.index import Found, Index
 from manyhands.data.table import BadSample, Sequential, named
 
@@ -47,7 +48,9 @@ class Records:
     ) -> None:
         self._file = as_file(source)
         # Into the folders of a data set nothing is written, nor into those of a cache.
-        self._own = Path(source) if isinstance(source, str | os.PathLike) else None
+        self._own: Path | None = None
+        if isinstance(source, str | os.PathLike) and not is_url(cast("object", source)):
+            self._own = Path(cast("str", source))
         self.place = self._file.place
         """Where the file is, as messages say it."""
         self.transform = transform
@@ -74,10 +77,12 @@ class Records:
         opened = self._open()
         sample = range(len(opened.index))[index]
         start, stop = opened.index.span(sample)
+        if not start <= stop <= opened.access.fingerprint.size:
+            raise UsageError(f"{opened.index.path} is broken", hint="remove it: it is made anew")
         text = opened.access.read(start, stop)
         if len(text) < stop - start:
             raise BadSample(self.where(sample), "the file has become shorter since it was opened")
-        return self._made(text, lambda: self.where(sample))
+        return self.made(text, lambda: self.where(sample))
 
     def where(self, index: int) -> str:
         """The file and the line of a sample."""
@@ -94,7 +99,8 @@ class Records:
             return _unpacked(self._file.open("rb"), self.place)
         return iter(stream(self._open().access))
 
-    def _made(self, text: bytes, where: Callable[[], str]) -> Any:  # noqa: ANN401
+    def made(self, text: bytes, where: Callable[[], str]) -> Any:  # noqa: ANN401
+        """The sample of these bytes, as the user gets it. Raises BadSample."""
         try:
             sample = self.parse(text)
         except ValueError as error:
@@ -149,7 +155,8 @@ class Records:
         self._opening, self._held = threading.Lock(), None
 
 
-class _Opened(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Opened:
     access: Access
     index: Index
 
@@ -166,7 +173,7 @@ class _Samples:
 
     def __next__(self) -> Any:  # noqa: ANN401
         _, line, text = next(self._found)
-        return self._records._made(text, lambda: f"{self._records.place}:{line}")
+        return self._records.made(text, lambda: f"{self._records.place}:{line}")
 
 
 def numbered(lines: Iterable[bytes], place: str) -> Iterator[Found]:

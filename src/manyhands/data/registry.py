@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from manyhands.core.errors import NotThere, RegistryError, UsageError
+from manyhands.core.errors import DataError, RegistryError, UsageError
 from manyhands.data.blobs import Blob, BlobTree, root_of
 from manyhands.data.drivers import open_storage
 from manyhands.data.project import (
@@ -75,8 +75,9 @@ class DataSet:
         storage = open_storage(self.storage, source, packages=self.packages, cached=cached)
         try:
             root = root_of(storage.store)
-        except NotThere as error:
-            raise NotThere(f"{source}: {error.message}", hint=self._hint()) from None
+        except DataError as error:
+            hint = error.hint or self._hint()
+            raise type(error)(f"{source}: {error.message}", hint=hint) from None
         kind = "file" if isinstance(root, Blob) else "folder"
         if storage.kind not in (None, kind):
             raise UsageError(f"{source}: expected a {storage.kind}, and {root} is a {kind}")

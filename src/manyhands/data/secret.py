@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 from urllib.parse import parse_qsl, urlsplit
 
+from manyhands.core.address import redact
+
 REMEDY = (
     "keys and passwords do not live in a Data.toml: take them out, and give them in the "
     "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what the file system reads) "
@@ -24,6 +26,7 @@ _PLACES = frozenset({"file", "path", "dir", "folder", "env", "name"})
 # Values that gcsfs and its like take instead of a secret.
 _NOT_SECRET = frozenset({"", "anon", "cloud", "google_default", "cache", "browser"})
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+_QUERY = re.compile(r"([?&])([^\s?&#=]+)=[^\s&#]*")
 
 
 def sounds_secret(name: str) -> bool:
@@ -79,3 +82,12 @@ def _url_has_secret(text: str) -> bool:
         except ValueError:
             continue  # no URL at all; the driver says so
     return False
+
+
+def redacted(text: str) -> str:
+    """Text without passwords and keys of the URLs in it; for messages."""
+    return _QUERY.sub(_hidden_pair, redact(text))
+
+
+def _hidden_pair(pair: re.Match[str]) -> str:
+    return f"{pair[1]}{pair[2]}=***" if sounds_secret(pair[2]) else pair[0]

@@ -15,13 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
-from manyhands.core.address import redact
 from manyhands.core.errors import DataError, ManyhandsError, NotThere, UsageError
+from manyhands.data.secret import redacted
 
 Kind = Literal["file", "folder"]
 _EXTRAS = {"s3": "manyhands[s3]", "s3a": "manyhands[s3]"}  # by what a URL begins with
+_HINTS = {  # by the names of errors that botocore raises
+    "NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile of "
+    "~/.aws; for a public bucket, say anon = true",
+    "ProfileNotFound": "name a profile that ~/.aws/credentials or ~/.aws/config has",
+}
 
 
 class Store(Protocol):
@@ -69,7 +74,10 @@ def named(what: str) -> Generator[None]:
     except Exception as error:  # noqa: BLE001 - systems behind URLs have error classes of their own
         number = error.errno if isinstance(error, OSError) else None
         reason = os.strerror(number) if number else f"{type(error).__name__} {error}".strip()
-        raise DataError(f"{what}: {redact(reason)[:500]}") from None  # it may quote a password
+        raise DataError(
+            f"{what}: {redacted(reason)[:500]}",  # it may quote a password
+            hint=_HINTS.get(type(error).__name__),
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +203,7 @@ class TomlStore:
         return found
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class UrlStore:
     """Anything that fsspec can read: `url` as a user writes it, `options` for its file system.
 
@@ -204,16 +212,19 @@ class UrlStore:
     """
 
     url: str
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     protocol: str | None = None
     path: str | None = None
     # Of this process: file systems have threads and sockets, which neither fork nor pickle.
-    _system: tuple[int, Any, str] | None = field(default=None, init=False, repr=False)
+    _system: tuple[int, Any, str] | None = field(default=None, init=False)
 
     @property
     def identity(self) -> str:
         options = sorted((key, repr(value)) for key, value in self.options.items())
         return f"url:{self.url}:{options}"
+
+    def __repr__(self) -> str:
+        return f"UrlStore({redacted(self.url)!r})"  # options may be secrets
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UrlStore) and self.identity == other.identity
@@ -225,7 +236,7 @@ class UrlStore:
         return (UrlStore, (self.url, self.options, self.protocol, self.path))
 
     def place(self, key: str) -> str:
-        shown = redact(self.url)
+        shown = redacted(self.url)
         return f"{shown.rstrip('/')}/{key}" if key else shown
 
     def kind(self, key: str) -> Kind | None:
@@ -243,10 +254,11 @@ class UrlStore:
             for entry in cast("list[dict[str, Any]]", system.ls(path, detail=True)):
                 whole = str(entry["name"]).rstrip("/")
                 name = whole.rpartition("/")[2]
+                name = unquote(name) if _is_web(path) else name
                 if whole.strip("/") == path.strip("/"):
                     continue  # a folder can be marked by an empty object of its own name
                 if name in ("", ".", ".."):
-                    raise DataError(f"{redact(whole)} has a name that no file here can have")
+                    raise DataError(f"{redacted(whole)} has a name that no file here can have")
                 found[name] = _kind(entry)
         return dict(sorted(found.items()))
 
@@ -272,9 +284,8 @@ class UrlStore:
         _, system, root = self._system
         if not key:
             return system, root
-        # A path of a web server is a URL itself.
-        asked = quote(key) if root.startswith(("http://", "https://")) else key
-        return system, f"{root.rstrip('/')}/{asked}"
+        asked = quote(key) if _is_web(root) else key
+        return system, f"{root.rstrip('/')}/{asked}" if root else asked
 
     def _connect(self) -> tuple[Any, str]:
         import fsspec  # nothing before needs it, and it takes its time
@@ -287,19 +298,26 @@ class UrlStore:
             scheme = self.protocol or self.url.rpartition("::")[2].partition("://")[0]
             extra = _EXTRAS.get(scheme)
             raise UsageError(
-                f"{redact(self.url)} needs a package: {error}",
+                f"{redacted(self.url)} needs a package: {error}",
                 hint=None if extra is None else f"pip install '{extra}'",
             ) from None
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"{redact(self.url)} cannot be opened: {redact(str(error))[:500]}",
+                f"{redacted(self.url)} cannot be opened: {redacted(str(error))[:500]}",
                 hint="give a folder, or a URL and options that fsspec knows: "
                 "s3://bucket/folder, gs://..., https://...",
             ) from None
 
 
+def _is_web(path: str) -> bool:
+    """Whether a path of this file system is a URL itself, where some characters are escaped."""
+    return path.startswith(("http://", "https://"))
+
+
 def _kind(info: Mapping[str, Any]) -> Kind:
-    return "folder" if info["type"] == "directory" else "file"
+    # A web server has pages only; one that lists a folder is at a URL that ends in a slash.
+    is_folder = info["type"] == "directory" or str(info.get("url", "")).endswith("/")
+    return "folder" if is_folder else "file"
 
 
 class _Reader(io.RawIOBase):

@@ -104,8 +104,8 @@ def _checked(text: str, target: Path, before: Project | None) -> Project:
             raise
         # Tables of a list that was written as `datasets = [...]` cannot be appended to.
         after = None
-    kept = {} if before is None else before.entries
-    if after is None or {key: after.entries.get(key) for key in kept} != dict(kept):
+    kept = dict[str, Entry]() if before is None else dict(before.entries)
+    if after is None or {key: after.entries.get(key) for key in kept} != kept:
         raise RegistryError(
             f"nothing can be appended to {target}",
             hint="write its entries as [[datasets]], with nothing of another table after them",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -14,6 +15,7 @@ import pytest
 from manyhands.core.errors import DataError, NotThere, UsageError
 from manyhands.data.blobs import Blob, BlobTree
 from manyhands.data.registry import dataset
+from manyhands.data.stores import UrlStore
 
 from .conftest import CONTENT, config, embedded
 
@@ -38,12 +40,18 @@ def storage_of(driver, folder, tmp_path):
     return storage_of("memory", folder, tmp_path) | {"cache": cache}
 
 
+def forget_archives():
+    """fsspec keeps what it has opened, and so do the errors that a test has caught."""
+    fsspec.get_filesystem_class("zip").clear_instance_cache()
+    gc.collect()
+
+
 @pytest.fixture(params=["FileSystem", "TomlDataStorage", "memory", "zip", "cached"])
 def content(request, folder, tmp_path):
     """A data set of this content, by each driver."""
     yield dataset("content", project=config(storage_of(request.param, folder, tmp_path)))
     fsspec.filesystem("memory").store.clear()
-    fsspec.get_filesystem_class("zip").clear_instance_cache()  # it keeps the archive open
+    forget_archives()
 
 
 def test_every_driver_gives_the_same(content):
@@ -128,7 +136,7 @@ def test_a_tree_is_pickled_into_a_spawned_process(driver, folder, tmp_path):
         process.join()
         process.close()
         ours.close()
-        fsspec.get_filesystem_class("zip").clear_instance_cache()
+        forget_archives()
 
 
 def test_a_path_a_text_or_a_url_becomes_a_tree(folder, monkeypatch):
@@ -149,6 +157,19 @@ def test_a_path_a_text_or_a_url_becomes_a_tree(folder, monkeypatch):
         Blob.at(str(folder))
     with pytest.raises(UsageError, match="no options"):
         BlobTree.at(folder, anon=True)
+
+
+def test_places_are_shown_without_secrets():
+    for url in ("memory://u:hunter2@h/x", "memory://h/x?a=1&X-Amz-Signature=hunter2&b=2"):
+        store = UrlStore(url, {"secret": "hunter2"})
+        said = [
+            repr(store),
+            store.place("a"),
+            repr(Blob(store, "a", "a")),
+            str(Blob(store, "a", "a")),
+        ]
+        assert all("hunter2" not in text and "memory://" in text for text in said[:2] + said[3:])
+        assert "hunter2" not in said[2]
 
 
 def test_a_url_that_fsspec_does_not_know():

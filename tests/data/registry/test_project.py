@@ -185,7 +185,7 @@ def test_an_error_names_the_file_and_an_example(tmp_path):
         (b"\xff", "not UTF-8"),
         (b"a = 1" + b"0" * 5000, "not valid TOML"),
         (b"a = " + b"[" * 5000, "not valid TOML"),
-        (b"a" + b".a" * 50_000 + b" = 1", "too deep"),
+        (b"a" + b".a" * 2000 + b" = 1", "too deep"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, text, said):

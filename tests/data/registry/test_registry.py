@@ -178,9 +178,9 @@ def test_a_relative_path_is_from_the_working_directory(folder, monkeypatch):
             ],
         ),
         (
-            {"driver": "S3", "bucket": "s3://b", "regoin": "x", "endpoint_url": "h", "anon": 1},
+            {"driver": "S3", "bucket": "s3://b", "zone": "x", "endpoint_url": "h", "anon": 1},
             [
-                "storage.regoin: is not known; there are driver, type, cache, bucket, prefix, "
+                "storage.zone: is not known; there are driver, type, cache, bucket, prefix, "
                 "region, profile, endpoint_url, anon",
                 "storage.bucket: 's3://b' is no name of a bucket: no s3://, no '/'",
                 "storage.anon: expected true or false, got 1",

@@ -1,0 +1,81 @@
+"""Tables over data sets: the same samples from a folder, from its blobs, and from elsewhere."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+
+import fsspec
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from manyhands.core.errors import NotThere
+from manyhands.data import BlobTree, CsvTable, ImageTree, JsonlTable
+from tests.data.kit import bad
+
+
+@pytest.fixture
+def folder(tmp_path):
+    digits = load_digits()
+    base = tmp_path / "data"
+    for number in range(12):
+        place = base / "images" / str(digits.target[number] % 3)
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = (digits.images[number] * 15.9).astype("uint8").tobytes()
+        Image.frombytes("L", (8, 8), pixels).save(place / f"{number:02}.png")
+    (base / "images" / "1" / "07.png").write_bytes(b"\x89PNG")
+    (base / "rows.jsonl").write_text('{"a": 1}\n\n{"a": 2}\nwhat\n')
+    (base / "rows.csv").write_text('a,b\n1,"x\ny"\n2,z\n')
+    return base
+
+
+@pytest.fixture(params=["path", "blobs", "memory", "url"])
+def tree(request, folder):
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder), "/tables", recursive=True)
+    yield {
+        "path": lambda name: folder / name,
+        "blobs": lambda name: BlobTree.at(folder)[name],
+        "memory": lambda name: BlobTree.at("memory://tables")[name],
+        "url": lambda name: f"memory://tables/{name}",
+    }[request.param]
+    memory.rm("/tables", recursive=True)
+
+
+def test_images(tree, folder):
+    table, plain = ImageTree(tree("images")), ImageTree(folder / "images")
+    assert table.classes == plain.classes == ("0", "1", "2")
+    assert list(table.labels) == list(plain.labels)
+    names = [table.where(i).rpartition("images/")[2] for i in range(len(table))]
+    (spoilt,) = [i for i, name in enumerate(names) if name == "1/07.png"]
+    for i in range(len(table)):
+        assert plain.where(i).endswith(names[i])
+        if i != spoilt:
+            assert torch.equal(table[i][0], plain[i][0])
+    assert bad(lambda: table[spoilt]).where.endswith("1/07.png")
+    assert torch.equal(pickle.loads(pickle.dumps(table))[0][0], plain[0][0])
+
+
+def test_rows(tree, cache, folder):
+    lines, rows = JsonlTable(tree("rows.jsonl")), CsvTable(tree("rows.csv"), types={"a": int})
+    assert [lines[0], lines[1], len(lines)] == [{"a": 1}, {"a": 2}, 3]
+    assert bad(lambda: lines[2]).where.endswith("rows.jsonl:4")
+    assert [rows[i] for i in (1, 0)] == [{"a": 2, "b": "z"}, {"a": 1, "b": "x\ny"}]
+    assert pickle.loads(pickle.dumps(lines))[1] == {"a": 2}
+    # Nothing is written into a data set: there the index is in the cache.
+    beside = len(list(folder.glob("*.mhindex")))
+    assert sorted((beside, len(list(cache.rglob("*.mhindex"))))) == [0, 2]
+
+
+def test_a_file_that_went_away_is_a_bad_sample(folder):
+    table = ImageTree(BlobTree.at(folder / "images"))
+    shutil.rmtree(folder / "images" / "0")
+    assert bad(lambda: table[0]).reason == "it is not there"
+
+
+def test_a_url_that_leads_nowhere():
+    for make in (ImageTree, JsonlTable):
+        with pytest.raises(NotThere):
+            make("memory://nowhere/at/all")
