@@ -9,13 +9,11 @@ them. The losses do not depend on how many peers there are, nor on the schedule.
 """
 
 import argparse
-import os
 import re
 import time
 from pydoc_data.topics import topics
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -116,15 +114,11 @@ def main():
     parser.add_argument("--stages-per-peer", type=int, default=1)
     parser.add_argument("--every", type=int, default=50, help="steps from one line to the next")
     options = parser.parse_args()
+    with mh.group() as peers:  # as `manyhands run` says; alone, nobody else
+        train(options, peers.size)
 
-    if "MANYHANDS_URL" in os.environ:  # `manyhands run` says where the peers meet, and how many
-        dist.init_process_group(
-            "manyhands",
-            init_method=os.environ["MANYHANDS_URL"],
-            world_size=int(os.environ["MANYHANDS_MIN_PEERS"]),
-        )
-    num_peers = dist.get_world_size() if dist.is_initialized() else 1
 
+def train(options, num_peers):
     plan = mh.Plan.even(
         len(LAYERS),
         num_peers,
@@ -169,8 +163,6 @@ def main():
             print(f"  {text(before)} -> {text(after)}", flush=True)
     if pipe.me == 0:
         print(f"{sorted(took)[len(took) // 2] * 1e3:.1f} ms a step", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def right(guessed, target):

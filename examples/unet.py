@@ -9,11 +9,9 @@ many peers there are, nor on the schedule.
 """
 
 import argparse
-import os
 import time
 
 import torch
-import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -86,15 +84,11 @@ def main():
     parser.add_argument("--stages-per-peer", type=int, default=1)
     parser.add_argument("--every", type=int, default=50, help="steps from one line to the next")
     options = parser.parse_args()
+    with mh.group() as peers:  # as `manyhands run` says; alone, nobody else
+        train(options, peers.size)
 
-    if "MANYHANDS_URL" in os.environ:  # `manyhands run` says where the peers meet, and how many
-        dist.init_process_group(
-            "manyhands",
-            init_method=os.environ["MANYHANDS_URL"],
-            world_size=int(os.environ["MANYHANDS_MIN_PEERS"]),
-        )
-    num_peers = dist.get_world_size() if dist.is_initialized() else 1
 
+def train(options, num_peers):
     plan = mh.Plan.even(
         len(LAYERS),
         num_peers,
@@ -132,8 +126,6 @@ def main():
     blurred = F.mse_loss(F.avg_pool2d(given, 3, 1, 1), unseen) ** 0.5
     say(f"error on unseen digits: {NOISE:.3f} as they are, {blurred:.3f} blurred, {error:.3f} now")
     say(f"{sorted(took)[len(took) // 2] * 1e3:.1f} ms a step")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ def test_the_two_programs_meet_through_a_hub(tmp_path, first):
 
 
 def test_the_program_trains_through_a_hub(tmp_path):
-    _, _, program = python_in(TEXT)
+    _, _, program, _ = python_in(TEXT)
     assert run_together([program, program], tmp_path) == ["trained\n", "trained\n"]
 
 
 def test_the_loop_learns_the_same_with_others(tmp_path):
-    program, _, _ = python_in(TEXT)
+    program, *_ = python_in(TEXT)
     (alone,) = run_together([program], tmp_path)
     assert re.fullmatch(r"loss \S+ after 60 rounds\n", alone)
     together = run_together([program] * 3, tmp_path, MANYHANDS_MIN_PEERS="3")
@@ -40,12 +40,28 @@ def test_the_loop_learns_the_same_with_others(tmp_path):
 
 
 def test_the_plan_learns_the_same_on_any_number_of_peers(tmp_path):
-    _, program, _ = python_in(TEXT)
+    _, program, *_ = python_in(TEXT)
     (alone,) = run_together([program], tmp_path, MANYHANDS_MIN_PEERS="1")
     assert re.fullmatch(r"loss \S+\n", alone)
     for number in (2, 3):
         together = run_together([program] * number, tmp_path, MANYHANDS_MIN_PEERS=str(number))
         assert together == [alone] * number  # to the four digits that are shown
+
+
+def test_the_loader_gives_every_good_sample_once(tmp_path):
+    *_, program = python_in(TEXT)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "999 samples, each once; 1 bad\n"
+    assert "train.jsonl" in done.stderr  # where the bad one is
+    assert "124" in done.stderr
 
 
 def python_in(text):

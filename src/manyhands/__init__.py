@@ -11,6 +11,7 @@ from manyhands._version import __version__
 if TYPE_CHECKING:
     from manyhands import data as data
     from manyhands.collectives.backend.hooks import compressed
+    from manyhands.collectives.backend.script import group
     from manyhands.core.errors import (
         Excluded,
         LinkBroken,
@@ -67,6 +68,7 @@ __all__ = [
     "__version__",
     "compressed",
     "cut",
+    "group",
     "join",
     "open_link",
     "partition",
@@ -110,6 +112,7 @@ _LAZY = {
     "View": "manyhands.core.peers",
     "compressed": "manyhands.collectives.backend.hooks",
     "cut": "manyhands.stages.cut",
+    "group": "manyhands.collectives.backend.script",
     "join": "manyhands.replica.run",
     "open_link": "manyhands.links.base",
     "partition": "manyhands.stages.dealing",

@@ -19,6 +19,8 @@ import psutil
 import pytest
 
 from manyhands.cli.launch import exit_code
+from manyhands.cli.run import how_to_resume
+from manyhands.core.errors import SettingsError
 from manyhands.core.peers import View
 from manyhands.links.base import open_link
 from manyhands.links.hub import Hub
@@ -179,6 +181,64 @@ def test_each_copy_knows_the_run_and_its_name(launch, tmp_path):
         assert copy["path"] == str(tmp_path)
         assert copy["name"] == "__main__"
         assert copy["stdin"] == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "found"),
+    [
+        (["--resume-if-any"], None, "auto"),
+        (["--resume-if-any"], "1", "auto"),
+        (["--resume"], "auto", "1"),
+        ([], "auto", "auto"),
+        ([], "true", "1"),
+        ([], "0", None),
+        ([], "", None),
+        ([], None, None),
+    ],
+)
+def test_how_to_resume(options, given, found):
+    environ = {} if given is None else {"MANYHANDS_RESUME": given}
+    asked = ("--resume" in options, "--resume-if-any" in options)
+    assert how_to_resume(*asked, environ) == found
+
+
+def test_how_not_to_resume():
+    with pytest.raises(SettingsError, match="--resume and --resume-if-any"):
+        how_to_resume(True, True, {})
+    with pytest.raises(SettingsError, match="MANYHANDS_RESUME is 'sure'"):
+        how_to_resume(False, False, {"MANYHANDS_RESUME": "sure"})
+
+
+def test_a_copy_finds_how_to_resume(launch):
+    code, out, err = launch(TELL, "-n", "2", "--resume-if-any").end()
+    assert code == 0, err
+    told = [json.loads(lines[0])["env"] for lines in lines_of(out).values()]
+    assert {e["MANYHANDS_RESUME"] for e in told} == {"auto"}
+
+
+def test_the_command_for_others_says_how_many_begin(launch):
+    code, _, err = launch(TELL, "--min-peers", "3").end()
+    assert code == 0, err
+    assert re.search(r"manyhands run --hub mh1-\S+ --min-peers 3 \S*train.py\n", err)
+    code, _, err = launch(TELL, "-n", "2").end()
+    assert re.search(r"manyhands run --hub mh1-\S+ \S*train.py\n", err)
+
+
+def test_more_copies_than_anybody_means(launch):
+    code, _, err = launch(TELL, "-n", "1000000").end()
+    assert code == 2
+    assert "1024" in err
+
+
+def test_interrupted_copies_say_in_a_line_where_they_were(launch):
+    text = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + SLEEP
+    launcher = launch(text, "-n", "2")
+    launcher.ready(2)
+    launcher.process.send_signal(signal.SIGINT)
+    code, _, err = launcher.end()  # which looks for tracebacks
+    assert code == 130
+    said = re.findall(r'\[\S+-(\d)\] interrupted: File ".*train.py", line 5, in <module>\n', err)
+    assert sorted(said) == ["0", "1"]
 
 
 def test_what_the_user_has_set_stays(launch):

@@ -60,6 +60,12 @@ def test_a_picture():
     ]
 
 
+PEERS_WITHOUT_END = (
+    '{"manyhands_plan": 1, "plan": {"peers": ["a"], "layers": '
+    '[{"name": "a", "peers": [1000000000000000000]}]}}'
+)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -68,6 +74,11 @@ def test_a_picture():
         ('{"manyhands_plan": 1}', "this is no plan"),
         ('{"manyhands_plan": 99, "plan": {"new": 1}}', "format 99.*reads up to 1"),
         ('{"manyhands_plan": 1, "plan": {"layers": [], "peers": ["a"]}}', "no layers"),
+        ('{"manyhands_plan": 1, "plan": ' + "[" * 100_000, "this is no plan"),
+        ('{"manyhands_plan": ' + "9" * 400 + "}", "of format 999"),
+        (b'{"manyhands_plan": 1, "plan": "\xff"}', "this is no plan"),
+        ('{"manyhands_plan": 1, "plan": "\ud800"}', "this is no plan"),
+        (PEERS_WITHOUT_END, "on peer 1000000000000000000"),
     ],
 )
 def test_what_is_no_plan(text, said):
@@ -96,6 +107,17 @@ def plan_with(layer, **fields):
         (lambda: Plan(layers=(), peers=()), "no layers", None),
         (lambda: Plan.of_stages([(0, [0])]), "stage 0 has 0 layers", None),
         (lambda: Plan.of_stages([(2, [0])], names=["a"]), "2 layers, 1 names", None),
+        (lambda: Plan.of_stages([(10**12, [0])]), "1000000000000 layers", None),
+        (lambda: Plan.of_stages([(1, [10**12])]), "1000000000001 peers", None),
+        (lambda: Plan.of_stages([(1, [0]), (1, [-1])]), r"layer 1 \(1\) is on peer -1", 1),
+        (lambda: Plan.even(10**12, 10**12), "1000000000000 stages", None),
+        (lambda: Plan.even(2, 1, microbatches=10**12), "1000000000000 microbatches", None),
+        (lambda: Plan.even(2, 1, microbatches=-1), "-1 microbatches", None),
+        (lambda: Plan.even(2, 1, microbatches="8"), "microbatches = '8'", None),
+        (lambda: Plan.even(2, 1, microbatches=8.0), "microbatches = 8.0", None),
+        (lambda: Plan.of_stages([(1, [0, 1], [1e308, 1e308])]), "a share of 1e[+]308", 0),
+        (lambda: Plan.of_stages([(1, [0, 1], [5e-324, 1])]), "a share of 5e-324", 0),
+        (lambda: Plan.of_stages([("2", [0])]), "stage 0 is", None),
     ],
 )
 def test_what_no_runtime_can_carry_out_is_refused_by_name(make, said, layer):

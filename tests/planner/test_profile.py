@@ -11,7 +11,7 @@ from torch import nn
 from manyhands.core.errors import UsageError
 from manyhands.planner.cost import PeerPower
 from manyhands.planner.partition import partition
-from manyhands.planner.profile import profile_layers
+from manyhands.planner.profile import Ran, profile_layers
 from manyhands.stages.layers import Running
 from manyhands.stages.variables import Scope, pop, scoped, stash
 
@@ -220,7 +220,8 @@ def run(module, carried, variables):
     scope = Scope(variables)
     with scoped(scope):
         output = Running(module, 0, "layer").run(carried, scope)
-    return output, {k: v for k, v in scope.values.items() if k not in variables}
+    gives = {k: v for k, v in scope.values.items() if k not in variables}
+    return Ran(output, gives, {k: scope.values[k] for k in scope.popped})
 
 
 class Late(nn.Module):

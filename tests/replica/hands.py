@@ -53,6 +53,11 @@ class Hands:
     def num_rounds(self) -> int:
         return self.epochs * -(-SIZE // BATCH)
 
+    @property
+    def brink(self) -> dict:
+        """The point at which a peer waits before the last round."""
+        return held_at(self.num_rounds - 2)
+
     def join(self, *points: dict, loses: str | None = None, **train) -> PeerProcess:
         """One more. It may be told to die, to say so, or to wait at some points.
 
@@ -157,18 +162,31 @@ def check_counted(said: dict, grain: int = GRAIN) -> None:
 
 
 def held_at(round_: int) -> dict:
-    """The point at which a peer waits: the state after so many rounds gets saved, few more do.
+    """The point at which a peer waits: it has done one more round than so many.
 
-    A state is taken while the round after it is computed. Nobody can end by itself meanwhile.
+    Nobody can end by itself meanwhile, whether they wait for it or for themselves.
     """
     return {"what": "forward", "round": round_ + 1, "then": "wait"}
 
 
-def until_saved(folder: Path, round_: int) -> None:
-    """The state after so many rounds is on disk. It is written beside the training."""
+def saving(round_: int) -> dict:
+    """How peers train that are to be killed when the state after so many rounds is on disk.
+
+    It is written beside the training, and one that comes while another is written is left out. So
+    they do not wait but go on, and slowly: one of the next will be saved.
+    """
+    return {"linger_s": 1.0, "linger_from": round_ + 1}
+
+
+def until_saved(hands: Hands, folder: Path, round_: int, number: int = 1) -> None:
+    """The state after so many rounds, or more, is on disk, and `number` in all."""
     deadline = time.monotonic() + PATIENCE_S
-    while not any(p.complete and p.round >= round_ for p in Store(str(folder)).places()):
-        assert time.monotonic() < deadline, f"round {round_} is not in {folder}"
+    while True:
+        saved = [place.round for place in Store(str(folder)).places() if place.complete]
+        if len(saved) >= number and max(saved) >= round_:
+            return
+        waited = f"{number} states, up to round {round_}, are not in {folder}: {saved}"
+        assert time.monotonic() < deadline, f"{waited}: {hands.report()}"
         time.sleep(0.01)
 
 

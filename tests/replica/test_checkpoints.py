@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.checkpoint.store import Store
-from tests.replica.hands import Hands, held_at, until_saved
+from tests.replica.hands import Hands, saving, until_saved
 
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
 
@@ -20,8 +20,8 @@ def test_resumed_five_times_at_other_numbers_of_peers(zygote, url, tmp_path):
     options = {"checkpoints": str(tmp_path / "saved"), "save_every": 1, "lease_s": AGAIN_S}
     with Hands(zygote, url, epochs=6, resume=True, **options) as hands:
         for number, until in ((1, 2), (3, 6), (2, 9), (1, 12), (2, 17)):
-            hands.start(number, held_at(until), resume=until > 2)
-            until_saved(tmp_path / "saved", until)
+            hands.start(number, hands.brink, resume=until > 2, **saving(until))
+            until_saved(hands, tmp_path / "saved", until)
             hands.kill()
         dead = list(hands.all)
         last = hands.start(3)
@@ -40,8 +40,8 @@ def test_bit_identical_with_equal_shares(zygote, hub, tmp_path):
             zygote, url, shares="equal", checkpoints=folder, save_every=1, keep=100
         ) as hands:
             for stop in stops:
-                hands.start(2, held_at(stop))
-                until_saved(Path(folder), stop)
+                hands.start(2, hands.brink, **saving(stop))
+                until_saved(hands, Path(folder), stop)
                 hands.kill()
                 while hub.room(hands.run).view.roster:  # a run that is remembered, and nobody there
                     time.sleep(0.01)
@@ -59,8 +59,8 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_used(zygote, url, tmp_p
     folder = tmp_path / "saved"
     options = {"checkpoints": str(folder), "save_every": 1, "keep": 100, "lease_s": AGAIN_S}
     with Hands(zygote, url, **options) as hands:
-        hands.join(held_at(2))
-        until_saved(folder, 2)
+        hands.join(hands.brink, **saving(2))
+        until_saved(hands, folder, 2, number=2)
         hands.kill()
         newest = folder / [place.tensors for place in Store(folder).places() if place.complete][-1]
         data = bytearray(newest.read_bytes())
@@ -101,11 +101,39 @@ def test_the_first_of_the_roster_saves_and_the_newest_stay(zygote, url, tmp_path
         assert len(rounds) == 2
 
 
+def test_it_goes_on_if_something_was_saved_and_else_begins(zygote, url, tmp_path):
+    with Hands(
+        zygote, url, checkpoints=str(tmp_path / "saved"), save_every=1, resume="auto"
+    ) as hands:
+        first = hands.join(hands.brink, **saving(3))
+        until_saved(hands, tmp_path / "saved", 3)
+        hands.kill()
+        second = hands.join()
+        hands.finish(first)
+        assert min(said["round"] for said in first.said if "round" in said) == 0
+        assert min(said["round"] for said in second.said if "round" in said) >= 3
+
+
+def test_it_does_not_begin_where_there_are_only_broken_ones(zygote, url, tmp_path):
+    folder = tmp_path / "saved"
+    with Hands(zygote, url, checkpoints=str(folder), save_every=1, resume="auto") as hands:
+        first = hands.join(hands.brink, **saving(2))
+        until_saved(hands, folder, 2)
+        hands.kill()
+        for file in folder.glob("*.json"):
+            file.write_text("nonsense")
+        second = hands.join()
+        assert second.wait() == 1
+        assert "no checkpoint can be used" in second.report()
+        assert "clear this one" in second.report()
+        assert first.wait() != 0
+
+
 def test_without_a_checkpoint_it_waits_for_who_has_one(zygote, url, tmp_path):
     """It must not begin the run anew in silence."""
     with Hands(zygote, url, save_every=1, lease_s=AGAIN_S) as hands:
-        first = hands.join(held_at(3), checkpoints=str(tmp_path / "one"))
-        until_saved(tmp_path / "one", 3)
+        first = hands.join(hands.brink, checkpoints=str(tmp_path / "one"), **saving(3))
+        until_saved(hands, tmp_path / "one", 3)
         hands.kill()
         second = hands.join(checkpoints=str(tmp_path / "none"), resume=True)
         third = hands.join(checkpoints=str(tmp_path / "one"), resume=True)

@@ -137,7 +137,7 @@ def test_a_run_whose_state_is_lost_is_not_begun_anew_in_silence(zygote, hub):
 
 
 def test_who_trains_something_else_is_told_what_and_disturbs_nobody(zygote, url):
-    with Hands(zygote, url, epochs=20, linger_s=0.1) as hands:
+    with Hands(zygote, url, epochs=10, linger_s=0.2) as hands:
         hands.join().until(reached(2))
         stranger = hands.join(grain=2, checkpoints=None)
         assert stranger.wait() == 1, stranger.report()

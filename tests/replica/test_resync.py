@@ -24,7 +24,7 @@ from manyhands.replica.openings import Openings
 from manyhands.replica.options import Options
 from manyhands.replica.replica import Replica
 from manyhands.replica.scalars import Scalars
-from tests.replica.hands import Hands, held_at, until_members, until_round, until_saved
+from tests.replica.hands import Hands, saving, until_members, until_round, until_saved
 from tests.replica.loops import EPOCHS, TWO, Recipe, mean_loss, together
 from tests.replica.test_deviation import Peer
 from tests.replica.training import digest_of, nudge
@@ -215,8 +215,8 @@ def test_resumed_in_the_middle(zygote, hub_url, tmp_path):
     with Classes(
         zygote, hub_url, resync_every=1, checkpoints=str(folder), save_every=1, resume=True
     ) as hands:
-        hands.begin("ab", held_at(6), resume=False)
-        until_saved(folder, 6)
+        hands.begin("ab", hands.brink, resume=False, **saving(6))
+        until_saved(hands, folder, 6)
         hands.kill()
         dead = list(hands.all)
         first, other = hands.begin("ab")

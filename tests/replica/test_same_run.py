@@ -26,7 +26,7 @@ def test_peers_of_different_speed(zygote, url):
 
 
 def test_one_that_comes_late_is_taken_in(zygote, url):
-    with Hands(zygote, url, epochs=20, linger_s=0.05) as hands:
+    with Hands(zygote, url, epochs=10, linger_s=0.1) as hands:
         first = hands.join()
         first.until(lambda said: said.get("round", -1) >= 5)
         late = hands.join()

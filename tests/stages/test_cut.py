@@ -903,6 +903,43 @@ def test_changes_that_another_layer_would_not_see():
     refused(small(buffer, 2, total=torch.zeros(())), ["b"], "'add_' changes 'total' in place", "")
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda self, a: +a,
+        lambda self, a: torch.positive(a),
+        lambda self, a: a.adjoint().adjoint(),
+        lambda self, a: torch.view_as_real(torch.view_as_complex(a.view(3, 2, 2))).view(3, 4),
+        lambda self, a: torch.conj(a),
+        lambda self, a: a.resolve_conj(),
+        lambda self, a: self.drop(a.view(3, 4, 1)).view(3, 4),
+        lambda self, a: torch.unsafe_split(a, 3)[0],
+    ],
+)
+def test_all_that_may_be_a_view_counts_as_one(view):
+    """In a copy on another peer the change would not be seen."""
+
+    def forward(self, x):
+        a = self.a(x)
+        seen = view(self, a)
+        b = self.b(x)
+        a += b
+        return b + seen
+
+    words = "'iadd' changes 'a' in place in layer 1"
+    refused(small(forward, 2, drop=nn.Dropout2d()), ["b"], words, "cut elsewhere")
+
+
+def test_a_forward_that_casts_to_another_type_than_it_is_cut_under():
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return self.b(self.a(x))
+
+    words = "it runs under no_grad, inference_mode or autocast, which a trace loses"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        refused(small(forward, 2), ["b"], words, "leaves=")
+
+
 def test_changes_of_a_tensor_that_a_trace_makes_once():
     def added(self, x):
         total = torch.zeros(3, 4)

@@ -89,3 +89,39 @@ def test_a_model_with_variables_is_measured_and_trains_on_its_plan():
     pipe = mh.Pipeline(model, plan, loss_fn=F.mse_loss, optimizer=torch.optim.Adam)
     first = pipe.step(x, torch.zeros(8, WIDTH))
     assert pipe.step(x, torch.zeros(8, WIDTH)) < first
+
+
+class Asserting(nn.Module):
+    def forward(self, x):
+        assert x.dtype is torch.float32, "words are no numbers"
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "said"),
+    [
+        ([Asserting(), nn.Linear(4, 4)], torch.ones(8, dtype=torch.long), "words are no numbers"),
+        ([nn.Linear(4, 4), nn.Linear(4, 4)], "text", "AttributeError"),
+    ],
+)
+def test_whatever_goes_wrong_in_measuring_is_heard_by_all(model, inputs, said):
+    """Not only by the peer that measures, while the others wait for it."""
+
+    def act(carrier):
+        with pytest.raises(PlanError, match=said):
+            mh.partition(model, inputs, group=carrier)
+        return True
+
+    assert run_threads(2, act) == [True, True]
+
+
+def test_a_layer_is_measured_with_the_rows_of_the_largest_microbatch():
+    seen = set()
+
+    class Sees(nn.Module):
+        def forward(self, x):
+            seen.add(len(x))
+            return x
+
+    dealing.profile([Sees()], torch.randn(7, 4), 3)
+    assert seen == {3}

@@ -37,7 +37,7 @@ from manyhands.core.plan import PlanError
 from manyhands.links.base import LinkSettings, open_link
 from manyhands.links.messages import Terms
 from manyhands.stages.errors import StepFailed
-from manyhands.stages.pipeline import again
+from manyhands.stages.resume import again
 
 NOTICED_S = LEASE_S / 2  # a closed connection counts after a second
 NARROW = [(2, [0]), (2, [1]), (2, [2])]
@@ -283,6 +283,8 @@ def test_the_command_that_goes_on(tmp_path, uninterrupted, num_peers):
 )
 def test_commands(environ, command):
     assert again(3, environ, ["train.py", "-n", "3"]) == command
+    anew = command.replace("--resume ", "")  # nothing was saved
+    assert again(3, environ, ["train.py", "-n", "3"], saved=False) == anew
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.stages.threads import run_threads
 from manyhands.checkpoint import folder as folders
 from manyhands.core.errors import CheckpointError, UsageError
 from manyhands.stages import archive
+from manyhands.stages.saving import read_index, saves_in, write_shard
 
 PLANS = {
     "one": [(6, [0])],
@@ -220,6 +221,21 @@ def change(file, position=-5):
     file.write_bytes(data)
 
 
+def train_other(path):
+    """Another run with the same plan, saved after the same steps."""
+    other = path.parent / f"{path.name}-other"
+    train_and_save(PLANS["three"], other, 2, 4)
+    return other
+
+
+def mix(path, other):
+    """A shard of the newest checkpoint is that of the other's."""
+    own, foreign = tensors_of(path).parent, tensors_of(other).parent
+    assert own.name == foreign.name
+    shutil.rmtree(own)
+    shutil.copytree(foreign, own)
+
+
 HARMS = {
     "a shard's values": lambda path: change(tensors_of(path)),
     "a shard's end": lambda path: os.truncate(tensors_of(path), 200),
@@ -227,6 +243,7 @@ HARMS = {
     "a shard's manifest": lambda path: tensors_of(path).with_suffix(".json").unlink(),
     "a shard's manifest's text": lambda path: change(tensors_of(path).with_suffix(".json"), 40),
     "a shard": lambda path: shutil.rmtree(tensors_of(path).parent),
+    "a shard of another run": lambda path: mix(path, train_other(path)),
     "all shards": lambda path: shutil.rmtree(newest(path)[1]),
     "the index's text": lambda path: change(newest(path)[0], 120),
     "the index's end": lambda path: os.truncate(newest(path)[0], 90),
@@ -248,6 +265,46 @@ def test_a_broken_one_is_named_and_the_one_before_it_used(tmp_path, caplog, harm
     assert len(passed_over) == 2
     assert all("checkpoint of step 4" in said for said in passed_over)
     assert all(str(newest(tmp_path)[1]) in said for said in passed_over), passed_over
+
+
+def test_another_kind_of_optimizer(tmp_path):
+    """What Adam keeps is of no use to SGD, which would go on without a word."""
+    train_and_save(PLANS["two"], tmp_path, 2, optimizer=sgd)
+    for answer in loaded(PLANS["three"], tmp_path, optimizer=adam):
+        assert isinstance(answer, CheckpointError)
+        assert "saved with the optimizer SGD, here it is Adam" in answer.message
+        assert "without an optimizer" in answer.hint
+
+    def act(pipe):
+        pipe.load(str(tmp_path))
+        pipe.optimize(adam)
+        return pipe.num_steps, go_on(pipe, 4)
+
+    for num_steps, losses in on_all(PLANS["two"], act, optimizer=None):
+        assert num_steps == 2
+        assert sorted(losses) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {"module": {}},
+        {"module": [], "optimizer": {}, "settings": {}},
+        {"module": {}, "optimizer": {"weight": {}}, "settings": {}},
+    ],
+)
+def test_a_whole_file_with_something_else_in_it(tmp_path, state):
+    train_and_save(PLANS["one"], tmp_path, 2)
+    index, folder = newest(tmp_path)
+    (save,) = saves_in(str(tmp_path))
+    (shard,) = read_index(str(tmp_path), save).shards
+    shutil.rmtree(folder)
+    write_shard(str(tmp_path), save, shard, dict.fromkeys(shard.layers, state))
+    (answer,) = loaded(PLANS["one"], tmp_path)
+    assert isinstance(answer, CheckpointError)
+    assert "is no layer's state" in answer.message
+    assert index.exists()
 
 
 def test_only_broken_ones(tmp_path):

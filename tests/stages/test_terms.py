@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import manyhands as mh
+from manyhands.core.errors import UsageError
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 TWO = mh.Plan.even(2, 2, microbatches=2)
@@ -106,3 +107,19 @@ def test_a_peer_in_another_call_ends_the_plan_and_says_why(first, second, said):
     with pytest.raises(mh.PlanBroken, match=said):
         raise other
     assert any("all peers make the same calls on peer 1" in words for words in heard)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"clip_norm": float("nan")}, "clip_norm=nan"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"clip_norm": float("inf")}, "clip_norm=inf"),
+        ({"targets": "middle"}, "targets='middle'"),
+        ({"loss_is": "median"}, "loss_is='median'"),
+        ({"seed": 1 << 64}, "seed=18446744073709551616"),
+    ],
+)
+def test_options_that_no_run_can_have(option, said):
+    with pytest.raises(UsageError, match=said):
+        mh.Pipeline(layers(), mh.Plan.even(2, 1), loss_fn=F.mse_loss, optimizer=sgd, **option)

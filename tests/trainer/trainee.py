@@ -75,6 +75,7 @@ def train(
     min_peers: int = 1,
     lease_s: float = 10.0,
     linger_s: float = 0.0,
+    linger_from: int = 0,
     company: int = 1,
     one_peer: bool = False,
     log: str | None = None,
@@ -101,7 +102,8 @@ def train(
                 teller.say({"told": f"{name} in round {hand.round}"})
                 hand.tell("test", f"{name} in round {hand.round}")
             teller.pass_by("forward", hand.round)
-            teller.linger(linger_s)
+            if hand.round >= linger_from:
+                teller.linger(linger_s)
             let_come(hand, company)
             return values(model, *batch)
 

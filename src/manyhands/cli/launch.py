@@ -27,6 +27,7 @@ from typing import IO, NamedTuple, Self
 
 from manyhands.cli.guard import Guard, signal_group
 from manyhands.cli.lines import Lines
+from manyhands.cli.traces import Traces
 
 GRACE_S = 30.0  # for children that were asked to leave: the round, a checkpoint
 _CHUNK_BYTES = 1 << 20  # no pipe holds more, unless root made it
@@ -223,6 +224,7 @@ class Stream:
     pipe: IO[bytes]
     fd: int
     lines: Lines = field(default_factory=Lines)
+    traces: Traces = field(default_factory=Traces)
     tail: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=_TAIL_LINES))
 
 
@@ -344,7 +346,7 @@ class Crew:
             self._children.remove(child)
             for stream in child.streams:  # what it said last comes before the news of its end
                 self._read(child, stream)
-                self._show(child, stream, stream.lines.finish())
+                self._show_rest(child, stream)
             last = child.streams[-1].tail if child.streams else ()
             self._report(End(child.name, code, tuple(last)))
 
@@ -369,9 +371,18 @@ class Crew:
             return self._show(child, stream, stream.lines.feed(data, time.monotonic()))
         self._selector.unregister(stream.pipe)
         stream.pipe.close()
-        return self._show(child, stream, stream.lines.finish())
+        return self._show_rest(child, stream)
+
+    def _show_rest(self, child: Child, stream: Stream) -> None:
+        self._show(child, stream, stream.lines.finish())
+        self._pass_on(child, stream, stream.traces.finish())
 
     def _show(self, child: Child, stream: Stream, lines: Sequence[bytes]) -> None:
+        if self._stopped_by == signal.SIGINT:
+            lines = stream.traces.feed(lines)
+        self._pass_on(child, stream, lines)
+
+    def _pass_on(self, child: Child, stream: Stream, lines: Sequence[bytes]) -> None:
         stream.tail.extend(lines)
         self._output.pass_on(stream.fd, f"[{child.name}] ".encode(), lines)
 

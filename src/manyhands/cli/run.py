@@ -28,6 +28,7 @@ from manyhands.links.base import LinkSettings, dial, new_peer
 from manyhands.links.hub import Hub, HubLimits
 
 app = typer.Typer(add_completion=False)
+_MOST_COPIES = 1024  # each is a process with a torch of its own: more is a slip of the hand
 _LOOK_S = 0.2  # between two looks at who is left in the run
 
 
@@ -44,7 +45,9 @@ def run(
     args: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="For the script, as they are.")
     ] = None,
-    number: Annotated[int, typer.Option("-n", min=1, help="How many copies to start here.")] = 1,
+    number: Annotated[
+        int, typer.Option("-n", min=1, max=_MOST_COPIES, help="How many copies to start here.")
+    ] = 1,
     hub: Annotated[
         str | None,
         typer.Option(
@@ -70,8 +73,14 @@ def run(
         ),
     ] = None,
     resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from what was saved. (or MANYHANDS_RESUME=1)")
+    ] = False,
+    resume_if_any: Annotated[
         bool,
-        typer.Option("--resume", envvar="MANYHANDS_RESUME", help="Go on from what was saved."),
+        typer.Option(
+            "--resume-if-any",
+            help="Go on from what was saved; if nothing was, begin. (or MANYHANDS_RESUME=auto)",
+        ),
     ] = False,
     bind: Annotated[
         str | None,
@@ -112,6 +121,7 @@ def run(
     logging.basicConfig(level=logging.WARNING, format="manyhands: %(message)s", stream=sys.stderr)
     if not module and not Path(script).is_file():
         raise SettingsError(f"there is no script {script!r}", hint="a path, or -m and a module")
+    resuming = how_to_resume(resume, resume_if_any, os.environ)
     arguments = ["-m"] * module + [script, *(args or [])]
     output = Output(events=json_output)
     url = find("url", hub, environ=os.environ)
@@ -135,12 +145,13 @@ def run(
         if url is None:
             own = stack.enter_context(own_hub(bind or "127.0.0.1:0", advertise))
             url, min_peers = replace(own.near, run=run_name).code(), min_peers or number
-            announce(replace(own.address, run=run_name), arguments, output)
+            more = [] if min_peers <= number else ["--min-peers", str(min_peers)]
+            announce(replace(own.address, run=run_name), [*more, *arguments], output)
         else:
             output.event("run", run=run_name, code=None)
         if min_peers is not None and min_peers > number:
             output.say(f"{number} of the {min_peers} peers that begin the run start here")
-        setting = environment(url, run_name, number, min_peers, resume=resume)
+        setting = environment(url, run_name, number, min_peers, resume=resuming)
         setting["MANYHANDS_AGAIN"] = again(options, arguments)
         environments = {name: {**setting, "MANYHANDS_NAME": name} for name in names}
         outcome = launch([sys.executable, *arguments], environments, output, signals)
@@ -167,6 +178,20 @@ def peer_names(number: int, *, shared: bool) -> list[str]:
     return names
 
 
+def how_to_resume(resume: bool, if_any: bool, environ: Mapping[str, str]) -> str | None:
+    """What copies find as MANYHANDS_RESUME: `1`, `auto`, or nothing."""
+    if resume and if_any:
+        raise SettingsError("--resume and --resume-if-any", hint="one of them")
+    if resume or if_any:
+        return "auto" if if_any else "1"
+    given = environ.get("MANYHANDS_RESUME", "").lower()
+    if given in ("", "0", "false", "no"):
+        return None
+    if given not in ("1", "true", "yes", "auto"):
+        raise SettingsError(f"MANYHANDS_RESUME is {given[:40]!r}", hint="1, 0 or auto")
+    return "auto" if given == "auto" else "1"
+
+
 def again(options: Mapping[str, object], arguments: list[str]) -> str:
     """The command that goes on from what was saved, for copies to say when they are interrupted."""
     given = [str(part) for item in options.items() if item[1] is not None for part in item]
@@ -174,7 +199,7 @@ def again(options: Mapping[str, object], arguments: list[str]) -> str:
 
 
 def environment(
-    url: str, run: str, number: int, min_peers: int | None, *, resume: bool
+    url: str, run: str, number: int, min_peers: int | None, *, resume: str | None
 ) -> dict[str, str]:
     """What a copy finds in its environment: it is not public, as a command line is."""
     # macOS knows no affinity.
@@ -191,7 +216,7 @@ def environment(
         "MANYHANDS_LOCAL_PEERS": str(number),
         "MANYHANDS_MIN_PEERS": str(min_peers or 1),
         **({} if min_peers is None else {"MANYHANDS_WORLD_SIZE": str(min_peers)}),
-        **({"MANYHANDS_RESUME": "1"} if resume else {}),
+        **({} if resume is None else {"MANYHANDS_RESUME": resume}),
     }
 
 

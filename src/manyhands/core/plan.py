@@ -9,6 +9,7 @@ and drawn as text, and it is valid or cannot be made.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,6 +20,9 @@ import msgspec
 from manyhands.core.errors import UsageError
 
 VERSION = 1
+MOST = 100_000
+"""Layers, peers and microbatches: no machine could carry out more, and lists are made of them."""
+_SHARES = (1e-100, 1e100)  # sums and products with rows are numbers
 
 ScheduleName = Literal["afab", "1f1b", "interleaved"]
 """All forward then all backward; one forward, one backward; the same with several stages a peer."""
@@ -91,6 +95,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """From (number of layers, peers) or (number of layers, peers, shares) of each stage."""
         rows = [_stage_of(index, row) for index, row in enumerate(stages)]
         num_layers = sum(row[0] for row in rows)
+        _check_count("layers", num_layers)
         if names is not None and len(names) != num_layers:
             raise PlanError(f"the stages have {num_layers} layers, {len(names)} names were given")
         for index, row in enumerate(rows):
@@ -98,6 +103,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 raise PlanError(f"stage {index} has {row[0]} layers", hint="give it at least one")
         if peers is None:
             num_peers = 1 + max((peer for row in rows for peer in row[1]), default=0)
+            _check_count("peers", num_peers)
             peers = [str(index) for index in range(num_peers)]
         layers: list[Layer] = []
         for count, of_stage, shares in rows:
@@ -131,6 +137,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         then that is the schedule, unless you name one.
         """
         num_stages = num_peers * stages_per_peer
+        _check_count("stages", num_stages)
         if num_stages < 1:
             raise PlanError(f"{num_peers} peers with {stages_per_peer} stages each")
         if num_layers < num_stages:
@@ -179,8 +186,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                     hint="update manyhands",
                 )
             return msgspec.json.decode(text, type=_Written).plan
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise PlanError(f"this is no plan: {error}") from None
+        except (msgspec.DecodeError, UnicodeError, OverflowError, RecursionError) as error:
+            raise PlanError(f"this is no plan: {str(error)[:400]}") from None
 
     def picture(self) -> str:
         """As text: a line a stage, a column a peer, each with its share of the rows."""
@@ -225,6 +232,7 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True):
 def _stage_of(index: int, row: Any) -> tuple[int, tuple[int, ...], tuple[float, ...]]:  # noqa: ANN401  (what a user wrote)
     try:
         count, peers, *shares = row
+        operator.index(count)  # or a TypeError
         return count, tuple(peers), tuple(*shares)
     except (TypeError, ValueError):
         raise PlanError(
@@ -238,9 +246,19 @@ def _layer_range(plan: Plan, stage: Stage) -> str:
     return first if stage.end - stage.first == 1 else f"{first} .. {last}"
 
 
+def _check_count(what: str, count: Any) -> None:  # noqa: ANN401  (what users pass)
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise PlanError(f"{what} = {count!r:.100}", hint="a whole number is expected")
+    if count > MOST:
+        raise PlanError(f"{count} {what}", hint=f"a plan has at most {MOST}")
+
+
 def _check(plan: Plan) -> None:
     if not plan.layers:
         raise PlanError("the plan has no layers")
+    for what in ("layers", "peers"):
+        _check_count(what, len(getattr(plan, what)))
+    _check_count("microbatches", plan.microbatches)
     if plan.microbatches < 1:
         raise PlanError(f"{plan.microbatches} microbatches", hint="1 is the whole batch at once")
     if plan.schedule not in get_args(ScheduleName):
@@ -270,13 +288,18 @@ def _check(plan: Plan) -> None:
                 f"{said} has {len(layer.peers)} peers and {len(layer.shares)} shares", layer=index
             )
         for share in layer.shares:
-            if not 0 < share < float("inf"):
-                raise PlanError(f"{said} gives a peer a share of {share}", layer=index)
+            if not _SHARES[0] <= share <= _SHARES[1]:
+                raise PlanError(
+                    f"{said} gives a peer a share of {share}",
+                    layer=index,
+                    hint="shares are relative: (3, 1) is three quarters and one",
+                )
     used = {peer for layer in plan.layers for peer in layer.peers}
     idle = [name for index, name in enumerate(plan.peers) if index not in used]
     if idle:
+        shown = [*idle[:8], *(["..."] if len(idle) > 8 else [])]
         raise PlanError(
-            f"{', '.join(idle)}: no layer for {'this peer' if len(idle) == 1 else 'these peers'} "
+            f"{', '.join(shown)}: no layer for {'this peer' if len(idle) == 1 else 'these peers'} "
             f"({len(plan.layers)} layers, {len(plan.peers)} peers)",
             hint="leave them out of the plan, or give a layer to several peers",
         )

@@ -12,6 +12,14 @@ from manyhands.core.plan import PlanError
 VERSION = 1
 
 
+class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named tensor that a layer gives to later ones, or takes, for one microbatch."""
+
+    name: str
+    num_bytes: int
+    kept: bool = False  # it is among what the layer keeps for its backward, and counted there
+
+
 class LayerCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one layer takes; times and activations are those of one microbatch."""
 
@@ -24,10 +32,13 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     activation_bytes: int = 0  # what is kept from its forward to its backward
     output_bytes: int = 0
     input_bytes: int = 0  # of the first layer; what enters a later one is the output before it
+    gives: tuple[Variable, ...] = ()
+    takes: tuple[Variable, ...] = ()  # extra inputs too
 
     def __post_init__(self) -> None:
-        for field in self.__struct_fields__[1:]:
-            value = getattr(self, field)
+        numbers = [(field, getattr(self, field)) for field in _NUMBERS]
+        crossing = (*self.gives, *self.takes)
+        for field, value in [*numbers, *((v.name, v.num_bytes) for v in crossing)]:
             if value is not None and not (isfinite(value) and value >= 0):
                 raise PlanError(f"layer {self.name} has {field}={value}", hint="expected >= 0")
 
@@ -41,6 +52,9 @@ class LayerCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """What is there all the time: parameters, gradients, the optimizer's tensors."""
         gradients = self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
         return self.parameter_bytes + gradients + self.optimizer_bytes
+
+
+_NUMBERS = [f for f in LayerCost.__struct_fields__ if f not in ("name", "gives", "takes")]
 
 
 class PeerPower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,5 +95,5 @@ def read_costs(text: str | bytes) -> tuple[LayerCost, ...]:
                 hint="update manyhands, or measure the layers again",
             )
         return msgspec.json.decode(text, type=_Written).layers
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise PlanError(f"this is no profile: {error}") from None
+    except (msgspec.DecodeError, UnicodeError, OverflowError, RecursionError) as error:
+        raise PlanError(f"this is no profile: {str(error)[:400]}") from None

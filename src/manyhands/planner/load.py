@@ -1,9 +1,10 @@
 """Load: what a stage asks of its peer, in time and in memory. Pure arithmetic.
 
-    memory = parameters + gradients + optimizer + held x (input + activations)
+    memory = parameters + gradients + optimizer + held x (inputs + activations)
 
-where `held` is how many microbatches the schedule has under way at the stage. With recomputation
-only the inputs are held, and the activations of one microbatch at a time. What is not counted: the
+where `held` is how many microbatches the schedule has under way at the stage, and variables that
+come from other stages are inputs too. With recomputation only the inputs are held, and the
+activations of one microbatch at a time. What is not counted: the
 work space of single operations, and copies on their way.
 """
 
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from manyhands.core.plan import Plan, PlanError, ScheduleName
 from manyhands.planner.cost import LayerCost, PeerPower
+from manyhands.planner.crossing import Crossing, crossing_of, variables_of
 
 
 def held(
@@ -90,6 +92,8 @@ class Loads:
         self._times = list(accumulate((cost.time_s for cost in costs), initial=0.0))
         self._states = _sums(cost.state_bytes for cost in costs)
         self._activations = _sums(cost.activation_bytes for cost in costs)
+        self._variables = variables_of(costs)
+        self._crossing: dict[tuple[int, int], Crossing] = {}
 
     def of(self, stage: int, first: int, end: int) -> StageLoad:
         """The load if this stage gets these layers."""
@@ -102,6 +106,11 @@ class Loads:
         else:
             entering = self.costs[0].input_bytes
         activations = self._activations[end] - self._activations[first]
+        if self._variables:
+            crossing = self._cross(first, end)
+            entering += crossing.entering_bytes
+            activations += crossing.beside_bytes
+            sent += crossing.sent_bytes
         count = self._held[stage]
         return StageLoad(
             stage=stage,
@@ -112,6 +121,11 @@ class Loads:
             state_bytes=self._states[end] - self._states[first],
             held_bytes=count * entering + activations * (1 if self._recompute else count),
         )
+
+    def _cross(self, first: int, end: int) -> Crossing:
+        if (first, end) not in self._crossing:
+            self._crossing[first, end] = crossing_of(self._variables, first, end)
+        return self._crossing[first, end]
 
 
 def _sums(values: Iterable[int]) -> list[int]:

@@ -12,26 +12,36 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import ManyhandsError, UsageError
-from manyhands.planner.cost import LayerCost
+from manyhands.planner.cost import LayerCost, Variable
 
 Carried = Tensor | tuple[Tensor, ...]
 """What one layer hands to the next."""
 
 Variables = Mapping[str, Tensor]
 
-Run = Callable[[nn.Module, Carried, Variables], tuple[Carried, Variables]]
-"""From a layer, its input and all variables given so far, to its output and those that it gives."""
+
+class Ran(NamedTuple):
+    """A layer's output, the variables that it gives, and those that it takes."""
+
+    output: Carried
+    gives: Variables = MappingProxyType({})
+    takes: Variables = MappingProxyType({})
 
 
-def plain_run(module: nn.Module, carried: Carried, _: Variables) -> tuple[Carried, Variables]:
+Run = Callable[[nn.Module, Carried, Variables], Ran]
+"""From a layer, its input and all variables given so far."""
+
+
+def plain_run(module: nn.Module, carried: Carried, _: Variables) -> Ran:
     """A layer that knows no variables."""
-    return module(carried), {}
+    return Ran(module(carried))
 
 
 def profile_layers(
@@ -96,7 +106,7 @@ def _measure(
     kept, leaves = _Kept(module), _leaves(module, arrived)
     entering = _entering(arrived.carried)
     with kept.watch():
-        output, given = run(module, entering, arrived.variables)
+        output, given, taken = run(module, entering, arrived.variables)
     _check_output(output)
     ends = _ends(output, given)
     _backward(ends, [torch.ones_like(t) for t in ends], leaves)  # the first one may be slow
@@ -111,7 +121,8 @@ def _measure(
     )
     trainable = [p for p in module.parameters() if p.requires_grad]
     gradient_bytes = _num_bytes(trainable)
-    del output, given, ends, entering, kept  # the timed runs have the memory to themselves
+    gives, takes = _crossing(given, kept), _crossing(taken, kept)
+    del output, given, taken, ends, entering, kept  # the timed runs have the memory to themselves
     forward_s, backward_s = _times(module, arrived, run, device, repeats, leaves)
     cost = LayerCost(
         name=name,
@@ -123,8 +134,16 @@ def _measure(
         activation_bytes=activation_bytes,
         output_bytes=_num_bytes(_tensors(after.carried)),
         input_bytes=_num_bytes(_tensors(arrived.carried)),
+        gives=gives,
+        takes=takes,
     )
     return cost, after
+
+
+def _crossing(variables: Variables, kept: _Kept) -> tuple[Variable, ...]:
+    return tuple(
+        Variable(name, _num_bytes([tensor]), kept.has(tensor)) for name, tensor in variables.items()
+    )
 
 
 def _check_output(output: object) -> None:
@@ -154,7 +173,7 @@ def _times(
     for _ in range(repeats):
         entering = _entering(arrived.carried)
         with _timed(device, forwards):
-            output, given = run(module, entering, arrived.variables)
+            output, given, _ = run(module, entering, arrived.variables)
         ends = _ends(output, given)
         ones = [torch.ones_like(tensor) for tensor in ends]
         with _timed(device, backwards):

@@ -137,16 +137,23 @@ class Keeper:
 
     # -- finding --------------------------------------------------------------------------------
 
-    def load(self) -> tuple[Base, Mapping[str, Any]] | None:
+    def load(self, *, or_begin: bool = False) -> tuple[Base, Mapping[str, Any]] | None:
         """The newest whole state is taken; returns where it stands and what it is a state of.
 
-        None if there is none. Broken ones are named. Raises CheckpointError, Malformed.
+        None if there is none. Broken ones are named; if there are no others, and without one the
+        run would begin, that is an error. Raises CheckpointError, Malformed.
         """
         found = self._store.load()
         for broken in found.broken:
             log.warning("the checkpoint %s cannot be used: %s", broken.place, broken.reason)
         checkpoint = found.checkpoint
         if checkpoint is None:
+            if or_begin and found.broken:
+                raise CheckpointError(
+                    f"no checkpoint can be used, the newest is {found.broken[0].place}: "
+                    f"{found.broken[0].reason}",
+                    hint="to begin anew, name another place for checkpoints, or clear this one",
+                )
             return None
         try:
             record = msgspec.msgpack.decode(checkpoint.about["record"], type=Record)

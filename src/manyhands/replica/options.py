@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from manyhands.collectives.ranges import Ranges
 from manyhands.core.address import Address
@@ -64,8 +65,9 @@ class Options:
     """Rounds; without it, once an epoch."""
     keep: int = 3
     """So many checkpoints stay."""
-    resume: bool = False
-    """Start from the newest checkpoint; a peer that has none waits for one that has."""
+    resume: bool | Literal["auto"] = False
+    """Start from the newest checkpoint; a peer that has none waits for one that has, or with "auto"
+    begins."""
 
     def __post_init__(self) -> None:
         for name in ("grain_size", "epochs", "max_pass", "resync_every", "save_every", "keep"):
@@ -76,10 +78,11 @@ class Options:
             ("loss", ("mean", "sum")),
             ("shares", ("speed", "equal")),
             ("bad_gradients", tuple(POLICIES)),
+            ("resume", (True, False, "auto")),
         ):
             if getattr(self, name) not in known:
                 raise UsageError(
-                    f"{name}={getattr(self, name)!r}", hint=f"one of {', '.join(known)}"
+                    f"{name}={getattr(self, name)!r}", hint=f"one of {', '.join(map(str, known))}"
                 )
         if self.resume and self.checkpoints is None:
             raise UsageError(

@@ -113,7 +113,8 @@ class Run:
             raise UsageError(
                 f"wrap() has no option {unknown[0]!r}", hint=f"perhaps {', '.join(near)}"
             )
-        options.setdefault("resume", os.environ.get("MANYHANDS_RESUME") == "1")
+        resume = os.environ.get("MANYHANDS_RESUME")  # as `manyhands run` says
+        options.setdefault("resume", resume if resume == "auto" else resume == "1")
         source = Source.of(loader, global_batch)
         if source.seed and source.seed != self._place.seed:
             raise UsageError(

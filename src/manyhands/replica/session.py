@@ -453,17 +453,19 @@ class Session:
         if not self._options.resume:
             return fresh.open()
         assert self._keeper is not None
-        place, found = self._options.checkpoints, self._keeper.load()
+        or_begin = self._options.resume == "auto"
+        found = self._keeper.load(or_begin=or_begin)
+        if found is None and or_begin:
+            return fresh.open()
         if found is None:
             log.warning(
                 "no checkpoint in %s: waiting for a peer that has a state "
                 "(if there is none: Ctrl-C, and start without resuming)",
-                place,
+                self._options.checkpoints,
             )
             return None
         base, description = found
-        changeable = ("epochs", "bad_gradients", "resync_every")
-        free = {name: self.description[name] for name in changeable}
+        free = {n: self.description[n] for n in ("epochs", "bad_gradients", "resync_every")}
         self._compare({**description, **free})
         return base.open()
 

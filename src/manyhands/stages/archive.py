@@ -16,18 +16,22 @@ from manyhands.stages.errors import StepFailed
 from manyhands.stages.part import Part
 from manyhands.stages.saving import (
     Save,
+    Scheduler,
+    add_scheduler,
     discard,
     extra_of,
+    kind_of,
     new_save,
     prune,
     read_index,
     read_layers,
     saves_in,
+    scheduler_in,
     shard_of,
     write_index,
     write_shard,
 )
-from manyhands.stages.vote import failure_of, vote
+from manyhands.stages.vote import alike
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +50,15 @@ class Archive:
         self._plan, self._part, self._carrier = plan, part, carrier
         self._me = carrier.rank
 
-    def save(self, url: str, num_steps: int, extra: Mapping[str, Any], *, keep: int) -> None:
+    def save(
+        self,
+        url: str,
+        num_steps: int,
+        extra: Mapping[str, Any],
+        *,
+        keep: int,
+        scheduler: Scheduler | None = None,
+    ) -> None:
         """It counts once every stage's shard is written. Raises CheckpointError, on all peers."""
         said = msgspec.json.encode(new_save(num_steps)) if self._me == 0 else None
         save = msgspec.json.decode(self._carrier.say(said, 0), type=Save)
@@ -56,7 +68,10 @@ class Archive:
             for stage in self._plan.stages:
                 if stage.lead == self._me:
                     tree = self._part.state_of(stage)
-                    write_shard(url, save, shards[stage.index], tree)
+                    if scheduler is not None:
+                        add_scheduler(tree, scheduler)
+                    optimizer = kind_of(self._part.optimizer)
+                    write_shard(url, save, shards[stage.index], tree, optimizer)
 
         def finish() -> None:
             if self._me == 0:
@@ -70,21 +85,23 @@ class Archive:
             raise
         self._tidy(lambda: prune(url, save, keep=keep))
 
-    def load(self, url: str) -> Resumed | None:
+    def load(self, url: str, *, scheduler: Scheduler | None = None) -> Resumed | None:
         """The newest checkpoint that is whole for all peers, made by any plan; None: there is none.
 
         A broken one is named, and the one before it used. Raises CheckpointError when all are.
         """
         names = [layer.name for layer in self._part.layers()]
-        found: dict[Save, tuple[Resumed, dict[str, Any]]] = {}
+        found: dict[Save, tuple[Resumed, dict[str, Any], dict[str, Any] | None]] = {}
         broken: CheckpointError | None = None
         for save in self._candidates(url):
 
             def read(save: Save = save) -> None:
                 index = read_index(url, save)
-                states = read_layers(url, save, index, names)
+                optimizer = kind_of(self._part.optimizer)
+                states = read_layers(url, save, index, names, optimizer)
                 self._part.check_fit(states)
-                found[save] = Resumed(index.num_steps, extra_of(index)), states
+                rates = scheduler_in(states, scheduler)
+                found[save] = Resumed(index.num_steps, extra_of(index)), states, rates
 
             try:
                 self._together(read)
@@ -92,8 +109,10 @@ class Archive:
                 log.warning("the checkpoint of step %d is passed over: %s", save.num_steps, error)
                 broken = broken or error
                 continue
-            resumed, states = found[save]
+            resumed, states, rates = found[save]
             self._part.restore(states)
+            if scheduler is not None and rates is not None:
+                scheduler.load_state_dict(rates)
             return resumed
         if broken is not None:
             raise CheckpointError(
@@ -115,13 +134,8 @@ class Archive:
 
     def _together(self, act: Callable[[], None]) -> None:
         """Raises CheckpointError on all peers if one's act failed."""
-        failure = None
         try:
-            act()
-        except Exception as error:  # noqa: BLE001  (told to everybody)
-            failure = failure_of(error)
-        try:
-            vote(self._carrier, self._plan.peers, failure=failure, loss=0.0, squares=0.0)
+            alike(self._carrier, self._plan.peers, act)
         except StepFailed as failed:
             raise CheckpointError(failed.message, hint=failed.hint) from None
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UsageError
-from manyhands.stages.moves import Rows, cut_batch
+from manyhands.stages.moves import cut_batch
 from manyhands.stages.rehearsal import kind_of
-from manyhands.stages.values import Given, carried_name, target_name
+from manyhands.stages.values import Given, Kind, carried_name, target_name
+from manyhands.stages.variables import INPUTS, check_name
 
 Tensors = Tensor | Sequence[Tensor]
 _GIVE = "pass them to step() on every peer of the first stage; others may, and ignore them"
@@ -21,11 +22,21 @@ _GIVE = "pass them to step() on every peer of the first stage; others may, and i
 Call = Literal["step", "evaluate", "predict", "forward"]
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """What the first peer of the first stage says of a step, before it; which call it is in."""
+class Mode(msgspec.Struct, frozen=True):
+    """In which call a peer is, and how it computes."""
 
     call: Call
     training: bool
+    precision: str | None = None  # the type to which autocast casts, if it is on
+
+    def __str__(self) -> str:
+        return f"{self.call}() in {'training' if self.training else 'evaluation'} mode"
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """What the first peer of the first stage says of a step, before it."""
+
+    mode: Mode
     num_rows: int
     given: Given
     error: str | None = None
@@ -33,8 +44,7 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 def opening_of(
-    call: Call,
-    training: bool,
+    mode: Mode,
     inputs: Tensors | None,
     extra: Mapping[str, Tensor] | None,
     targets: Tensors | None,
@@ -42,37 +52,39 @@ def opening_of(
     """Of what this peer was given; what is wrong with it is for everybody to hear."""
     nothing = Given((), True, ())
     if inputs is None:
-        return Opening(
-            call,
-            training,
-            0,
-            nothing,
-            "the first peer of the first stage was given no inputs",
-            _GIVE,
-        )
+        said = "the first peer of the first stage was given no inputs"
+        return Opening(mode, 0, nothing, said, _GIVE)
     try:
         carried, single = _parts("the input", inputs)
         wanted, single_target = ((), True) if targets is None else _parts("the target", targets)
         _check_extra(extra)
         num_rows = _count("the input", carried[0])
-        for what, tensor in [
-            *(("the input", part) for part in carried),
-            *(("the target", part) for part in wanted),
-            *((f"extra input {name!r}", part) for name, part in (extra or {}).items()),
-        ]:
-            if (count := _count(what, tensor)) != num_rows:
-                raise UsageError(f"{what} has {count} rows, the input {num_rows}")
+        _check_rows("the input", carried[1:], num_rows)
+        _check_rows("the target", wanted, num_rows)
+        for name, tensor in (extra or {}).items():
+            _check_rows(f"extra input {name!r}", (tensor,), num_rows)
     except UsageError as error:
-        return Opening(call, training, 0, nothing, error.message, error.hint)
-    kinds = [kind_of(part.detach()) for part in carried]
+        return Opening(mode, 0, nothing, error.message, error.hint)
     given = Given(
-        tuple(kinds),
+        tuple(map(_kind_of, carried)),
         single,
-        tuple((name, kind_of(tensor.detach())) for name, tensor in (extra or {}).items()),
-        tuple(kind_of(part.detach()) for part in wanted),
+        tuple((name, _kind_of(tensor)) for name, tensor in (extra or {}).items()),
+        tuple(map(_kind_of, wanted)),
         single_target,
     )
-    return Opening(call, training, num_rows, given)
+    return Opening(mode, num_rows, given)
+
+
+def _kind_of(tensor: Tensor) -> Kind:
+    """Of what a user gives: no gradient goes back to it."""
+    kind = kind_of(tensor)
+    return Kind(kind.shape, kind.dtype) if kind.grad else kind
+
+
+def _check_rows(what: str, tensors: Sequence[Tensor], num_rows: int) -> None:
+    for tensor in tensors:
+        if (count := _count(what, tensor)) != num_rows:
+            raise UsageError(f"{what} has {count} rows, the input {num_rows}")
 
 
 def _parts(what: str, given: Any) -> tuple[tuple[Tensor, ...], bool]:  # noqa: ANN401
@@ -94,6 +106,7 @@ def _check_extra(extra: object) -> None:
             f"the extra inputs are a {type(extra).__name__}", hint="a dict of tensors by name"
         )
     for name, given in cast("Mapping[str, Any]", extra or {}).items():
+        check_name(name, INPUTS)
         if not isinstance(given, Tensor):
             raise UsageError(
                 f"extra input {name!r} is a {type(given).__name__}", hint="each is a tensor"
@@ -124,17 +137,26 @@ class Batch:
         self._device = device
         self.num_rows = opening.num_rows
         self.microbatches = cut_batch(opening.num_rows, num_microbatches)
+        self.rows = tuple(map(len, self.microbatches))  # how many each of them has
         self._given = opening.given
         self._inputs, self._extra, self._targets = inputs, extra, targets
+        self._checked_inputs: dict[str, Tensor] | None = None
+        self._checked_targets: dict[str, Tensor] | None = None
         self.single_target = targets is None or isinstance(targets, Tensor)
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """How many each microbatch has."""
-        return tuple(len(span) for span in self.microbatches)
+    def inputs(self, span: slice) -> dict[str, Tensor]:
+        """These rows, by name, for the first stage. Raises UsageError."""
+        if self._checked_inputs is None:
+            self._checked_inputs = self._named_inputs()
+        return self._cut(self._checked_inputs, span)
 
-    def inputs(self, microbatch: int, rows: Rows) -> dict[str, Tensor]:
-        """By name, for the first stage. Raises UsageError."""
+    def targets(self, span: slice) -> dict[str, Tensor]:
+        """These rows, by name, for whoever has them. Raises UsageError."""
+        if self._checked_targets is None:
+            self._checked_targets = self._named_targets()
+        return self._cut(self._checked_targets, span)
+
+    def _named_inputs(self) -> dict[str, Tensor]:
         if self._inputs is None:
             raise UsageError("this peer is in the first stage and was given no inputs", hint=_GIVE)
         parts, _ = _parts("the input", self._inputs)
@@ -144,18 +166,15 @@ class Batch:
                 "this peer was given other inputs than the first one of its stage",
                 hint="every peer of the first stage passes the whole batch to step()",
             )
-        return self._cut("input", named_inputs(parts, self._extra), microbatch, rows)
+        return self._checked("input", named_inputs(parts, self._extra))
 
-    def targets(self, microbatch: int, rows: Rows) -> dict[str, Tensor]:
-        """By name, for whoever has them. Raises UsageError."""
+    def _named_targets(self) -> dict[str, Tensor]:
         if self._targets is None:
             return {}
         parts, _ = _parts("the target", self._targets)
-        return self._cut("target", named_targets(parts), microbatch, rows)
+        return self._checked("target", named_targets(parts))
 
-    def _cut(
-        self, what: str, tensors: Mapping[str, Tensor], microbatch: int, rows: Rows
-    ) -> dict[str, Tensor]:
+    def _checked(self, what: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in tensors.items():
             if tensor.dim() == 0 or len(tensor) != self.num_rows:
                 said = f"the {what}" if name.startswith("#") else f"extra input {name!r}"
@@ -164,8 +183,9 @@ class Batch:
                     "rows",
                     hint="every peer that passes tensors to a step passes a whole batch, the same",
                 )
-        start = self.microbatches[microbatch].start
-        span = slice(start + rows.start, start + rows.end)
+        return tensors
+
+    def _cut(self, tensors: Mapping[str, Tensor], span: slice) -> dict[str, Tensor]:
         return {name: tensor[span].to(self._device) for name, tensor in tensors.items()}
 
 

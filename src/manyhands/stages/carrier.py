@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core.errors import LinkBroken, UsageError
+from manyhands.core.errors import LinkBroken, LinkError, UsageError
+from manyhands.stages.errors import PlanBroken
 
 _HEAD_BYTES = 512
+_MOST_BYTES = 64 << 20  # of what one peer says to all: plans, errors, what a stage gives
 
 
 class Pending(Protocol):
@@ -170,6 +172,10 @@ class GroupCarrier:
             head[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         start = self._tell(head, root)
         length = int.from_bytes(start[:8])
+        if length > _MOST_BYTES:
+            raise LinkBroken(
+                f"rank {root} speaks of {length} bytes: at most {_MOST_BYTES} are taken"
+            )
         missing = length - (_HEAD_BYTES - 8)
         if missing <= 0:
             return start[8 : 8 + length]
@@ -227,7 +233,19 @@ def _linked() -> Generator[None]:
         yield
     except RuntimeError as error:
         text, _, _ = str(error).partition("\nhint: ")  # whoever runs a plan has a better one
-        raise LinkBroken(text) from error
+        # What a backend says of its link is all said; another error's traceback is needed.
+        said = isinstance(error, dist.DistBackendError)
+        raise LinkBroken(text) from (None if said else error)
+
+
+@contextmanager
+def exchanging() -> Generator[None]:
+    """For those who use a plan's group themselves: what its link raises ends the plan."""
+    try:
+        with _linked():
+            yield
+    except LinkError as error:
+        raise PlanBroken(error.message) from error
 
 
 def _key(peers: Sequence[int]) -> tuple[int, ...]:

@@ -19,10 +19,11 @@ from manyhands.planner.cost import LayerCost, PeerPower
 from manyhands.planner.memory import free_memory
 from manyhands.planner.partition import By
 from manyhands.planner.partition import partition as partition_costs
-from manyhands.planner.profile import profile_layers
+from manyhands.planner.profile import Ran, profile_layers
 from manyhands.stages.carrier import Carrier, carrier_for
 from manyhands.stages.layers import Carried, Model, Running, Spec, build, specs_of
 from manyhands.stages.variables import Scope, scoped
+from manyhands.stages.vote import sayable
 
 _SPEED_S = 0.05  # how long a peer's speed is measured
 _SIDE = 256
@@ -76,6 +77,9 @@ def partition(
             dealt = _Dealt(plan.to_json())
         except ManyhandsError as error:
             dealt = _Dealt(error=error.message, hint=error.hint)
+        except Exception as error:  # noqa: BLE001  (told to everybody)
+            text = f"the layers cannot be measured: {type(error).__name__}: {error}"
+            dealt = _Dealt(error=sayable(text))
         said = msgspec.json.encode(dealt)
     dealt = msgspec.json.decode(carrier.say(said, 0), type=_Dealt)
     if dealt.error is not None:
@@ -97,18 +101,17 @@ def profile(
         raise UsageError("the first peer was given no inputs to measure with")
     device = torch.device(device)
     parts = inputs if isinstance(inputs, tuple) else (inputs,)
-    rows = max(1, len(parts[0]) // microbatches)
+    rows = -(-len(parts[0]) // microbatches)  # of the largest one
     cut = tuple(part[:rows].to(device) for part in parts)
     given = {name: tensor[:rows].to(device) for name, tensor in (extra or {}).items()}
 
-    def run(
-        module: nn.Module, carried: Carried, variables: Mapping[str, Tensor]
-    ) -> tuple[Carried, dict[str, Tensor]]:
+    def run(module: nn.Module, carried: Carried, variables: Mapping[str, Tensor]) -> Ran:
         known = {**given, **variables}
         scope = Scope(known)
         with scoped(scope):
             output = Running(module, 0, type(module).__name__).run(carried, scope)
-        return output, {name: t for name, t in scope.values.items() if name not in known}
+        gives = {name: t for name, t in scope.values.items() if name not in known}
+        return Ran(output, gives, {name: scope.values[name] for name in scope.popped})
 
     return list(
         profile_layers(

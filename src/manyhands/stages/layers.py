@@ -44,6 +44,14 @@ class Spec(NamedTuple):
                 f"{name} cannot be built with {dict(self.kwargs)!r}: {error}"
             ) from error
 
+    def outline(self) -> nn.Module:
+        """The layer with shapes and without values: it takes no memory.
+
+        Raises what its class raises; RuntimeError or NotImplementedError if that looks at values.
+        """
+        with forked(), torch.device("meta"):
+            return self.kind(**self.kwargs)
+
 
 Model = nn.Sequential | Sequence[Any]
 """nn.Sequential, or a list of modules and of (class, kwargs, shape)."""
@@ -105,21 +113,24 @@ class Running:
     def __init__(self, module: nn.Module, index: int, name: str) -> None:
         self.module, self.index, self.name = module, index, name
         self.takes, self.gives, self._order = declared(module)
+        self._silent = not self.takes and not self.gives
         self._whole = _names(module, "whole_variables")
         self.said = f"layer {index} ({name})"
 
     def run(self, carried: Carried, scope: Scope) -> Carried:
         """Raises what the module raises."""
         scope.layer = self.said
-        values = {name: scope.pop(name) for name in self.takes}
-        if self._order is None:
-            given = [carried, *values.values()]
+        if self._silent:
+            result = self.module(carried)
         else:
-            given = [values.get(name, carried) for name in self._order]
-        result = self.module(*given)
-        if self.takes or self.gives:
-            result = self._split_off(result, scope)
-        return self._checked(result)
+            result = self._split_off(self.module(*self._given(carried, scope)), scope)
+        return result if isinstance(result, Tensor) else self._checked(result)
+
+    def _given(self, carried: Carried, scope: Scope) -> list[Carried]:
+        values: dict[str, Carried] = {name: scope.pop(name) for name in self.takes}
+        if self._order is None:
+            return [carried, *values.values()]
+        return [values.get(name, carried) for name in self._order]
 
     def _split_off(self, result: object, scope: Scope) -> object:
         pairs: list[tuple[str, Tensor]] = []
@@ -138,8 +149,6 @@ class Running:
         return cast("object", result)
 
     def _checked(self, result: object) -> Carried:
-        if isinstance(result, Tensor):
-            return result
         if isinstance(result, tuple | list):
             items = tuple(cast("Iterable[Any]", result))
             if items and all(isinstance(item, Tensor) for item in items):

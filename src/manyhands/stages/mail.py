@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from manyhands.stages.carrier import Carrier, Pending
-from manyhands.stages.schedule import Action
-from manyhands.stages.traffic import Message, Traffic
+from manyhands.stages.course import Course, Duty
+from manyhands.stages.traffic import Message
+from manyhands.wire.tensors import dtype_named
 
 
 class _Coming(NamedTuple):
@@ -21,37 +22,32 @@ class _Coming(NamedTuple):
 class Mail:
     """Receives are asked for in the order in which they are sent, a few actions ahead of use."""
 
-    def __init__(self, carrier: Carrier, traffic: Traffic, device: torch.device) -> None:
-        self._carrier, self._traffic, self._device = carrier, traffic, device
+    def __init__(self, carrier: Carrier, course: Course, device: torch.device) -> None:
+        self._carrier, self._device = carrier, device
+        self._traffic, self._places = course.traffic, course.places
         self._me = carrier.rank
-        self._place = {
-            message: index
-            for (_, target), line in traffic.lines.items()
-            if target == self._me
-            for index, message in enumerate(line)
-        }
         self._asked: dict[int, int] = {}  # by sender: how many of its messages were asked for
         self._coming: dict[Message, _Coming] = {}
         self._own: dict[Message, Tensor] = {}  # from this peer to itself
         self._sent: dict[int, list[tuple[Message, Pending]]] = {}  # by target: what it may lack
 
-    def expect(self, actions: Iterable[Action]) -> None:
-        """Ask for all that these actions need, so that it comes while others compute."""
-        for action in actions:
-            for message in self._traffic.needed(self._me, action):
-                if message.source != self._me:
-                    self._ask(message)
+    def expect(self, duties: Iterable[Duty]) -> None:
+        """Ask for all that these need, so that it comes while others compute."""
+        for duty in duties:
+            for message in duty.awaited:
+                self._ask(message)
 
     def _ask(self, message: Message) -> None:
         line = self._traffic.lines[message.source, self._me]
         start = self._asked.get(message.source, 0)
-        for earlier in line[start : self._place[message] + 1]:
+        end = self._places[message] + 1
+        for earlier in line[start:end]:
             kind = earlier.value.kind
             shape = kind.shape if kind.whole else (len(earlier.rows), *kind.shape)
-            tensor = torch.empty(shape, dtype=getattr(torch, kind.dtype), device=self._device)
+            tensor = torch.empty(shape, dtype=dtype_named(kind.dtype), device=self._device)
             pending = self._carrier.receive(tensor, message.source)
             self._coming[earlier] = _Coming(tensor, pending)
-        self._asked[message.source] = max(start, self._place[message] + 1)
+        self._asked[message.source] = max(start, end)
 
     def take(self, message: Message) -> Tensor:
         """What was sent; waits for it. Raises what the carrier raises."""

@@ -27,7 +27,10 @@ _PLAIN_METHODS = _set(
     "is_floating_point is_complex is_signed"
 )
 _PLAIN_MODULES = _set("_operator builtins math")
-_TUPLES = _set("chunk split tensor_split hsplit vsplit dsplit unbind topk sort meshgrid")
+_TUPLES = _set(
+    "chunk split tensor_split hsplit vsplit dsplit unbind topk sort meshgrid unsafe_chunk "
+    "unsafe_split split_with_sizes"
+)
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "gumbel")
 _VIEWS = _set(
     "view view_as reshape reshape_as flatten unflatten ravel transpose permute movedim moveaxis "
@@ -35,7 +38,9 @@ _VIEWS = _set(
     "diagonal contiguous detach to type type_as float double half bfloat16 int long bool cpu cuda "
     "chunk split tensor_split hsplit vsplit dsplit unbind as_strided broadcast_tensors real imag "
     "atleast_1d atleast_2d atleast_3d dropout dropout1d dropout2d dropout3d alpha_dropout "
-    "feature_alpha_dropout feature_dropout __getitem__"
+    "feature_alpha_dropout feature_dropout __getitem__ pos positive conj resolve_conj "
+    "resolve_neg adjoint view_as_real view_as_complex unsafe_chunk unsafe_split split_with_sizes "
+    "unsafe_split_with_sizes pin_memory"
 )
 """They may give a tensor that is their input, or lies in its memory (dropout: in eval mode)."""
 
@@ -207,7 +212,8 @@ def _storage(node: fx.Node, written: fx.Node | None, model: nn.Module) -> list[f
     sources = node.all_input_nodes
     if node.op == "call_module":
         module = _module(model, node)
-        shares = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.AlphaDropout)
+        dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+        shares = (nn.Identity, nn.Flatten, nn.Unflatten, *dropouts, nn.FeatureAlphaDropout)
         known = type(module).__module__.startswith("torch.nn.modules")
         return sources if not known or isinstance(module, shares) else []
     if node.target in (getattr, operator.getitem) or name_of(node) in _VIEWS:

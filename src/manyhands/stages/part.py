@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from manyhands.core.errors import UsageError
 from manyhands.core.plan import Plan, PlanError, Stage
 from manyhands.stages.batch import Batch
+from manyhands.stages.buffers import Statistics
 from manyhands.stages.carrier import Carrier
 from manyhands.stages.gradients import Shared, dense, unique
 from manyhands.stages.layers import Model, Running, Spec, build, specs_of
@@ -65,6 +66,9 @@ class Part:
         for shared in self._shared.values():
             shared.equalize()
         self._parameters = unique(p for layer in self.layers() for p in layer.module.parameters())
+        led = [self.runners[s.index] for s in plan.stages_of(self._me) if s.lead == self._me]
+        self._led = unique(p for r in led for m in r.modules() for p in m.parameters())
+        self._statistics = Statistics(layer.module for layer in self.layers())
         self.optimizer: Optimizer | None = None
         together(
             carrier, plan.peers, lambda: None if optimizer is None else self.optimize(optimizer)
@@ -95,6 +99,14 @@ class Part:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def note(self) -> None:
+        """Keep the running statistics, in case the step that follows fails."""
+        self._statistics.note()
+
+    def put_back(self) -> None:
+        """The statistics that were noted."""
+        self._statistics.put_back()
+
     def sum_gradients(self, batch: Batch | None) -> None:
         """Over the peers of each wide stage; buffers by the rows of this batch, or by the split."""
         for index, shared in self._shared.items():
@@ -107,9 +119,7 @@ class Part:
 
     def squares(self) -> float:
         """The sum of squares of the gradients that this peer speaks for."""
-        own = [self.runners[s.index] for s in self._plan.stages_of(self._me) if s.lead == self._me]
-        parameters = unique(p for r in own for m in r.modules() for p in m.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in self._led if p.grad is not None]
         squares = [dense(gradient).square().sum(dtype=torch.float64) for gradient in gradients]
         return float(torch.stack(squares).sum()) if squares else 0.0
 

@@ -13,12 +13,10 @@ targets; whoever passes neither follows.
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 import torch
@@ -26,32 +24,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.core.address import redact
 from manyhands.core.errors import CheckpointError, LinkError, UsageError
 from manyhands.core.plan import Plan, ScheduleName
 from manyhands.stages.archive import Archive
-from manyhands.stages.batch import Batch, Call, Opening, Tensors, opening_of
+from manyhands.stages.batch import Batch, Call, Mode, Opening, Tensors, opening_of
 from manyhands.stages.carrier import Carrier, carrier_for
+from manyhands.stages.course import Course
 from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.layers import Model, Running
 from manyhands.stages.mail import Mail
-from manyhands.stages.moves import Rows, rows_at
 from manyhands.stages.part import MakeOptimizer, Part
+from manyhands.stages.precision import casting, forget_casts, precision_of, said
+from manyhands.stages.recent import Recent
 from manyhands.stages.rehearsal import rehearse
-from manyhands.stages.schedule import Action, Orders, orders_of, picture
-from manyhands.stages.step import LossFn, Step, joined, output_names
+from manyhands.stages.resume import again, hint, named
+from manyhands.stages.saving import Scheduler
+from manyhands.stages.schedule import picture
+from manyhands.stages.step import LossFn, LossIs, Step
 from manyhands.stages.terms import Terms, agree
-from manyhands.stages.traffic import Traffic
-from manyhands.stages.values import Given, Table
-from manyhands.stages.vote import Verdict, vote
+from manyhands.stages.values import Table
+from manyhands.stages.vote import Verdict, vote, words_of
 
+Targets = Literal["last", "first"]
+"""Which stage's peers are given the targets."""
 
-class _Course(NamedTuple):
-    """Everything about a step that depends on the plan and the kind of its inputs only."""
+MAX_TABLES = 1024
+"""Kinds of batches that are remembered: one more is rehearsed, which takes about a forward."""
 
-    orders: Orders
-    table: Table
-    traffic: Traffic
+MAX_COURSES = 128
+"""Kinds and sizes of batches of which it is remembered who does what."""
 
 
 class Pipeline:
@@ -61,7 +62,9 @@ class Pipeline:
     gives. Only this peer's layers are built or kept. `group` is a torch process group whose ranks
     are the plan's peers; without one, the default group, or nobody else. With `seed`, random
     numbers of a layer depend on (seed, step, microbatch, layer), in a wide stage on this peer's
-    rows too, and on nothing else of the plan.
+    rows too, and on nothing else of the plan. `loss_is` says what `loss_fn` returns for some rows:
+    "mean", their mean; "sum", something to be added up; "counted", a sum and what it is over,
+    such as (the sum over all tokens that are not ignored, their number).
     """
 
     def __init__(
@@ -73,23 +76,28 @@ class Pipeline:
         optimizer: MakeOptimizer | None = None,
         group: dist.ProcessGroup | Carrier | None = None,
         device: torch.device | str = "cpu",
-        targets: Literal["last", "first"] = "last",
-        loss_is: Literal["mean", "sum"] = "mean",
+        targets: Targets = "last",
+        loss_is: LossIs = "mean",
         clip_norm: float | None = None,
         seed: int | None = None,
     ) -> None:
+        _check_choice("targets", targets, get_args(Targets))
+        _check_choice("loss_is", loss_is, get_args(LossIs))
         self.plan, self.device = plan, torch.device(device)
+        self._first = plan.stages[0]
         self._loss_fn, self._targets_come_first = loss_fn, targets == "first"
-        self._loss_is_mean, self._clip_norm, self._seed = loss_is == "mean", clip_norm, seed
+        self._loss_is: LossIs = loss_is
+        self._clip_norm, self._seed = clip_norm, seed
         self._has_optimizer = optimizer is not None
         self._carrier = carrier_for(group, self.device)
         self.me = self._carrier.rank
         self.num_steps = 0
         self._saved: tuple[str, int] | None = None  # the newest checkpoint
         self._training = True
-        self._tables: dict[tuple[Given, bool, bool], Table] = {}
-        self._courses: dict[tuple[Any, ...], _Course] = {}
-        self._half: tuple[Step, Batch, _Course] | None = None  # a forward without its backward
+        # All peers ask for the same kinds in the same order, so they forget the same ones.
+        self._tables = Recent[Hashable, Table](MAX_TABLES)
+        self._courses = Recent[Hashable, Course](MAX_COURSES)
+        self._half: tuple[Step, Course] | None = None  # a forward without its backward
         self._broken: str | None = None  # why nothing goes on
         terms = Terms(
             plan=plan.to_json(),
@@ -158,16 +166,16 @@ class Pipeline:
         """Forward, backward, and the optimizer, on one batch; returns its loss, on every peer.
 
         Raises StepFailed, on every peer, when layers or loss of one of them failed: then none has
-        applied the step. Raises PlanBroken when a peer is gone.
+        applied the step, and running statistics are as before it. Raises PlanBroken when a peer is
+        gone.
         """
         if self._loss_fn is None:
             raise UsageError("step() needs a loss", hint="Pipeline(..., loss_fn=...)")
         self._need_optimizer("step")
         with self._carrying(), torch.enable_grad():
-            batch, course = self._open(inputs, targets, extra, call="step")
-            step = self._step(batch, course, self._loss_fn)
+            step, batch, course = self._open("step", inputs, targets, extra, self._loss_fn)
             self._part.zero()
-            step.run(course.orders[self.me])
+            step.run(course.duties)
             return self._finish(step, batch, apply=True)
 
     def evaluate(
@@ -180,21 +188,19 @@ class Pipeline:
         if self._loss_fn is None:
             raise UsageError("evaluate() needs a loss", hint="Pipeline(..., loss_fn=...)")
         with self._carrying(), torch.no_grad():
-            batch, course = self._open(inputs, targets, extra, call="evaluate")
-            step = self._step(batch, course, self._loss_fn)
-            step.run(_forwards(course.orders[self.me]))
-            return self._finish(step, batch, apply=False)
+            step, batch, course = self._open("evaluate", inputs, targets, extra, self._loss_fn)
+            step.run(course.forwards)
+            return self._finish(step, batch)
 
     def predict(
         self, inputs: Tensors | None = None, extra: Mapping[str, Tensor] | None = None
     ) -> Tensor | tuple[Tensor, ...] | None:
         """The output of one batch, without gradients: on each peer of the last stage its rows."""
         with self._carrying(), torch.no_grad():
-            batch, course = self._open(inputs, None, extra, call="predict")
-            step = self._step(batch, course, None)
-            step.run(_forwards(course.orders[self.me]))
-            self._finish(step, batch, apply=False)
-            return self._output(step, course)
+            step, batch, course = self._open("predict", inputs, None, extra)
+            step.run(course.forwards)
+            self._finish(step, batch)
+            return step.output()
 
     def forward(
         self, inputs: Tensors | None = None, extra: Mapping[str, Tensor] | None = None
@@ -203,12 +209,11 @@ class Pipeline:
         `backward` must follow. All microbatches go forward before any goes back.
         """
         with self._carrying(), torch.enable_grad():
-            batch, course = self._open(inputs, None, extra, call="forward")
-            step = self._step(batch, course, None)
-            step.run(_forwards(course.orders[self.me]))
-            self._finish(step, batch, apply=False, keep=True)
-            self._half = step, batch, course
-            return self._output(step, course)
+            step, batch, course = self._open("forward", inputs, None, extra)
+            step.run(course.forwards)
+            self._finish(step, batch, keep=True)
+            self._half = step, course
+            return step.output()
 
     def backward(self, gradients: Tensor | tuple[Tensor, ...] | None = None) -> None:
         """The second half: the gradients of what `forward` returned here, if it returned anything.
@@ -217,18 +222,16 @@ class Pipeline:
         """
         if self._half is None:
             raise UsageError("backward() without a forward()", hint="call forward(inputs) first")
-        step, batch, course = self._half
+        step, course = self._half
         self._half = None
         with self._carrying(), torch.enable_grad():
-            step.run(
-                [action for action in course.orders[self.me] if action.direction == "B"],
-                self._cutter(batch, course, gradients),
-            )
+            given = (gradients,) if isinstance(gradients, Tensor) else gradients or ()
+            step.run(course.backwards, given)
             step.finish()
             try:
-                self._vote(step, 0.0)
+                self._vote(step)
             except StepFailed:
-                self._part.zero()  # some peers have added theirs, some have not
+                self._undo(zero=True)  # some peers have added their gradients, some have not
                 raise
             finally:
                 self._forget()
@@ -236,32 +239,40 @@ class Pipeline:
     def apply(self) -> None:
         """The optimizer's step with the gradients that `backward` has made, then none are left."""
         self._need_optimizer("apply")
-        with self._carrying():
+        with self._carrying(), casting(self.device, None):
             self._part.sum_gradients(None)
             self._apply(self._vote(None, self._squares()).squares)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def save(self, url: str, extra: Mapping[str, Any] | None = None, *, keep: int = 3) -> None:
+    def save(
+        self,
+        url: str,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep: int = 3,
+        scheduler: Scheduler | None = None,
+    ) -> None:
         """Write a checkpoint to a folder or URL that all peers reach; all peers call it.
 
-        The newest `keep` stay. `extra` is plain data, of the first peer. Raises CheckpointError, on
-        all peers; the run can go on.
+        The newest `keep` stay. `extra` is plain data, of the first peer. `scheduler` is this
+        peer's, of its optimizer, if it has one. Raises CheckpointError, on all peers; the run can
+        go on.
         """
         if keep < 1:
             raise UsageError(f"keep={keep} checkpoints", hint="at least one, the newest")
         with self._carrying():
-            self._archive.save(url, self.num_steps, extra or {}, keep=keep)
+            self._archive.save(url, self.num_steps, extra or {}, keep=keep, scheduler=scheduler)
             self._saved = url, self.num_steps
 
-    def load(self, url: str) -> dict[str, Any] | None:
+    def load(self, url: str, *, scheduler: Scheduler | None = None) -> dict[str, Any] | None:
         """Go on from the newest checkpoint that is whole, made by any plan; all peers call it.
 
-        Returns its `extra`, or None when there is none. Raises CheckpointError when there are only
-        broken ones.
+        Returns its `extra`, or None when there is none. `scheduler` then is where that of whoever
+        had these layers was. Raises CheckpointError when there are only broken ones.
         """
         with self._carrying():
-            resumed = self._archive.load(url)
+            resumed = self._archive.load(url, scheduler=scheduler)
         if resumed is None:
             return None
         self.num_steps = resumed.num_steps
@@ -279,131 +290,147 @@ class Pipeline:
 
     def _open(
         self,
+        call: Call,
         inputs: Tensors | None,
         targets: Tensors | None,
         extra: Mapping[str, Tensor] | None,
-        *,
-        call: Call,
-    ) -> tuple[Batch, _Course]:
+        loss_fn: LossFn | None = None,
+    ) -> tuple[Step, Batch, Course]:
         """Agree on what the step is about; rehearse it, if it is of a new kind."""
         if self._half is not None:
             raise UsageError("a forward() waits for its backward()")
-        first = self.plan.stages[0]
-        said = None
-        if self.me == first.lead:
-            routed = targets if self._targets_come_first else None
-            said = msgspec.msgpack.encode(opening_of(call, self._training, inputs, extra, routed))
-        opening = msgspec.msgpack.decode(self._carrier.say(said, first.lead), type=Opening)
-        if (opening.call, opening.training) != (call, self._training):
+        mode = Mode(call, self._training, precision_of(self.device))
+        opening = self._heard(mode, inputs, targets, extra)
+        lead = self.plan.peers[self._first.lead]
+        if (opening.mode.call, opening.mode.training) != (call, self._training):
             # The others are in the middle of another thing: whatever this peer does, it ends here.
-            lead = self.plan.peers[first.lead]
             raise PlanBroken(
-                f"peer {lead} is in {_said(opening.call, opening.training)}, "
-                f"this one in {_said(call, self._training)}: all peers make the same calls"
+                f"peer {lead} is in {opening.mode}, this one in {mode}: all peers make the same "
+                "calls"
+            )
+        unfit = None
+        if opening.mode.precision != mode.precision:
+            unfit = UsageError(
+                f"peer {lead} computes {said(opening.mode.precision)}, "
+                f"peer {self.plan.peers[self.me]} {said(mode.precision)}",
+                hint="all peers call the pipeline in the same `with torch.autocast(...)`, or none",
             )
         if opening.error is not None:
             raise UsageError(opening.error, hint=opening.hint)
+        forget_casts(self.device)
         batch = Batch(opening, self.plan.microbatches, inputs, extra, targets, self.device)
-        return batch, self._course(opening.given, batch, backward=call in ("step", "forward"))
-
-    def _course(self, given: Given, batch: Batch, *, backward: bool) -> _Course:
-        key = (given, self._training, backward)
-        table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = rehearse(
-                self.plan, self._part.runners, self._carrier, given, batch.rows[0], self.device
-            )
-        of_batch = (*key, batch.rows, self.plan.schedule)
-        course = self._courses.get(of_batch)
-        if course is None:
-            orders = orders_of(self.plan)
-            traffic = Traffic(self.plan, orders, table, batch.rows, backward=backward)
-            course = self._courses[of_batch] = _Course(orders, table, traffic)
-        return course
-
-    def _step(self, batch: Batch, course: _Course, loss_fn: LossFn | None) -> Step:
-        return Step(
-            self.plan,
-            self.me,
+        course = self._course(opening, batch, unfit)
+        if self._training:
+            self._part.note()
+        step = Step(
+            course,
             self._part.runners,
-            course.table,
-            course.traffic,
-            Mail(self._carrier, course.traffic, self.device),
+            Mail(self._carrier, course, self.device),
             batch,
             loss_fn=loss_fn,
-            loss_is_mean=self._loss_is_mean,
+            loss_is=self._loss_is,
             seeds=None if self._seed is None else (self._seed, self.num_steps),
             device=self.device,
         )
+        if unfit is not None:
+            step.fail(unfit, None)
+        return step, batch, course
 
-    def _finish(self, step: Step, batch: Batch, *, apply: bool, keep: bool = False) -> float:
+    def _heard(
+        self,
+        mode: Mode,
+        inputs: Tensors | None,
+        targets: Tensors | None,
+        extra: Mapping[str, Tensor] | None,
+    ) -> Opening:
+        lead = self._first.lead
+        own = None
+        if self.me == lead:
+            own = opening_of(mode, inputs, extra, targets if self._targets_come_first else None)
+            if self._carrier.size == 1:
+                return own
+        words = None if own is None else msgspec.msgpack.encode(own)
+        return msgspec.msgpack.decode(self._carrier.say(words, lead), type=Opening)
+
+    def _course(self, opening: Opening, batch: Batch, unfit: UsageError | None) -> Course:
+        mode, given = opening.mode, opening.given
+        backward = mode.call in ("step", "forward")
+        kind = (given, mode.training, mode.precision, backward)
+
+        def table() -> Table:
+            rows = batch.rows[0]
+            parts = self.plan, self._part.runners, self._carrier
+            return rehearse(*parts, given, rows, self.device, unfit=unfit)
+
+        def course() -> Course:
+            found = self._tables.get(kind, table)
+            return Course(self.plan, self.me, found, batch.microbatches, backward=backward)
+
+        return self._courses.get((kind, batch.rows, self.plan.schedule), course)
+
+    def _finish(
+        self, step: Step, batch: Batch, *, apply: bool = False, keep: bool = False
+    ) -> float:
+        """Agree on how it went, and apply it, or undo what was done."""
         step.finish()
-        if self._carrier.size == 1 and step.failure is None:
-            # Nobody to agree with: the loss is read last, so that a GPU is not waited for before.
+        counted = step.has_loss and self._loss_is == "counted"
+        with casting(self.device, None):
+            squares = 0.0
+            if apply:
+                self._part.sum_gradients(batch)
+                squares = self._squares()
+            try:
+                verdict = None
+                if self._carrier.size > 1 or step.failure is not None:
+                    verdict = self._vote(step, squares)
+                    squares = verdict.squares
+                count = 1.0
+                if counted:
+                    count = step.count if verdict is None else verdict.counted
+                    _check_count(count)
+            except (StepFailed, UsageError):
+                self._forget()
+                self._undo(zero=apply)
+                raise
             if not keep:
                 self._forget()
             if apply:
-                self._apply(self._squares())
-            return step.loss
-        squares = 0.0
-        if apply:
-            self._part.sum_gradients(batch)
-            squares = self._squares()
-        try:
-            loss, squares = self._vote(step, squares)
-        except StepFailed:
-            self._forget()
-            if apply:
-                self._part.zero()
-            raise
-        if not keep:
-            self._forget()
-        if apply:
-            self._apply(squares)
-        return loss
+                self._apply(squares, count)
+        forget_casts(self.device)
+        # Nobody to agree with: the loss is read last, so that a GPU is not waited for before.
+        return (step.loss if verdict is None else verdict.loss) / count
 
-    def _vote(self, step: Step | None, squares: float) -> Verdict:
+    def _vote(self, step: Step | None, squares: float = 0.0) -> Verdict:
         failure = None if step is None else step.failure
-        loss = 0.0 if step is None or failure is not None else step.loss
-        return vote(self._carrier, self.plan.peers, failure=failure, loss=loss, squares=squares)
+        loss, count = 0.0, 0.0
+        if step is not None and failure is None:
+            loss, count = step.loss, step.count
+        return vote(
+            self._carrier,
+            self.plan.peers,
+            failure=failure,
+            loss=loss,
+            squares=squares,
+            count=count,
+        )
 
-    def _apply(self, squares: float) -> None:
-        factor = 1.0
+    def _undo(self, *, zero: bool) -> None:
+        """A step that failed leaves no trace."""
+        if self._training:
+            self._part.put_back()
+        if zero:
+            self._part.zero()
+
+    def _apply(self, squares: float, count: float = 1.0) -> None:
+        factor = 1.0 / count
         if self._clip_norm is not None:
-            factor = self._clip_norm / (squares**0.5 + 1e-6)  # as torch clips
-            factor = 1.0 if factor > 1.0 else factor  # what is no number stays none, everywhere
+            clip = self._clip_norm / (squares**0.5 * factor + 1e-6)  # as torch clips
+            factor *= 1.0 if clip > 1.0 else clip  # what is no number stays none, everywhere
         self._part.apply(factor)
         self.num_steps += 1
 
     def _squares(self) -> float:
         return 0.0 if self._clip_norm is None else self._part.squares()
-
-    def _output(self, step: Step, course: _Course) -> Tensor | tuple[Tensor, ...] | None:
-        if not step.outputs:
-            return None
-        last = len(self.plan.stages) - 1
-        parts = tuple(
-            joined([made[name] for made in step.outputs.values()])
-            for name in output_names(course.table, last)
-        )
-        return parts[0] if course.table.rehearsed[last].single else parts
-
-    def _cutter(
-        self, batch: Batch, course: _Course, gradients: Tensor | tuple[Tensor, ...] | None
-    ) -> Callable[[int, Rows], Mapping[str, Tensor]]:
-        """Whose rows are whose, of the gradients of all microbatches of this peer."""
-        last = self.plan.stages[-1]
-        names = output_names(course.table, last.index)
-        given = (gradients,) if isinstance(gradients, Tensor) else gradients or ()
-
-        def cut(microbatch: int, rows: Rows) -> Mapping[str, Tensor]:
-            if len(given) != len(names):
-                raise UsageError(f"{len(given)} gradients for {len(names)} outputs")
-            before = sum(len(rows_at(last, self.me, n)) for n in batch.rows[:microbatch])
-            span = slice(before, before + len(rows))
-            return {name: g[span].to(self.device) for name, g in zip(names, given, strict=True)}
-
-        return cut
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -422,33 +449,21 @@ class Pipeline:
         except LinkError as error:
             raise self._break(error.message) from error
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}".removesuffix(": ")
-            said = error.message if isinstance(error, PlanBroken) else said
-            broken = self._break(f"peer {self.plan.peers[self.me]} gave up: {said}")
-            self._carrier.give_up(f"{said} on peer {self.plan.peers[self.me]}")
+            text = error.message if isinstance(error, PlanBroken) else words_of(error)
+            broken = self._break(f"peer {self.plan.peers[self.me]} gave up: {text}")
+            self._carrier.give_up(f"{text} on peer {self.plan.peers[self.me]}")
             if isinstance(error, Exception):
                 raise broken from error
             raise  # Ctrl-C, or the end of the program
 
     def _break(self, reason: str) -> PlanBroken:
-        # Links speak of ranks: which peers of the plan are these?
-        ranks = {int(rank) for rank in re.findall(r"\brank (\d+) \(", reason)}
-        names = {
-            rank: self.plan.peers[rank] for rank in sorted(ranks) if rank < len(self.plan.peers)
-        }
-        legend = ", ".join(f"rank {rank} is peer {name}" for rank, name in names.items())
-        self._broken = reason = f"{reason} ({legend})" if legend else reason
-        return PlanBroken(reason, hint=self._again())
+        self._broken = named(reason, self.plan.peers)
+        return PlanBroken(self._broken, hint=self._again())
 
     def _again(self) -> str:
-        command = again(len(self.plan.peers), os.environ, sys.argv)
-        if self._saved is None:
-            return f"nothing was saved; to start anew with the peers that are left: {command}"
-        url, num_steps = self._saved
-        return (
-            f"to go on after step {num_steps} with the peers that are left, from what is saved in "
-            f"{redact(url)}, on a plan for them: {command}"
-        )
+        saved = self._saved is not None
+        command = again(len(self.plan.peers), os.environ, sys.argv, saved=saved)
+        return hint(command, self._saved)
 
     def __enter__(self) -> Self:
         return self
@@ -465,30 +480,15 @@ class Pipeline:
         self._half = None
 
 
-def again(num_peers: int, environ: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """The command that starts this program once more, for one peer less than these.
-
-    Of a launcher that started only some of them nobody here knows which are left: its command is
-    said as it was, for the machines that are.
-    """
-    left = str(max(1, num_peers - 1))
-    said = environ.get("MANYHANDS_AGAIN")
-    if said is not None:
-        words = shlex.split(said)
-        # `manyhands run` puts its own options first, and --resume after them.
-        options = words[: words.index("--resume")] if "--resume" in words else []
-        if ["-n", str(num_peers)] in [options[i : i + 2] for i in range(len(options))]:
-            for option in {"-n", "--min-peers"} & {*options}:
-                words[words.index(option) + 1] = left
-        return shlex.join(words)
-    if environ.get("LOCAL_WORLD_SIZE") == str(num_peers):
-        return shlex.join(["torchrun", "--nproc-per-node", left, *arguments])
-    return shlex.join(["python", *arguments])
+def _check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise UsageError(f"{name}={given!r}", hint=f"there are: {', '.join(map(repr, known))}")
 
 
-def _said(call: Call, training: bool) -> str:
-    return f"{call}() in {'training' if training else 'evaluation'} mode"
-
-
-def _forwards(order: Sequence[Action]) -> list[Action]:
-    return [action for action in order if action.direction == "F"]
+def _check_count(count: float) -> None:
+    """All peers hear of it: they have added up the same."""
+    if not count > 0:
+        raise UsageError(
+            f"the loss of this batch is over {count:g}: there is nothing to average over",
+            hint="leave out batches in which nothing counts",
+        )

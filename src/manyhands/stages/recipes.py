@@ -32,7 +32,7 @@ class Recipe(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     kwargs: dict[str, Any]
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+        return f"{self.module}.{self.name}"[:200]  # from outside, it may be of any length
 
 
 def describe(kind: object, kwargs: Mapping[str, Any], base: type, said: str) -> Recipe:
@@ -55,11 +55,11 @@ def resolve(recipe: Recipe, base: type, allowed: Sequence[str]) -> type:
     """The class itself. Raises NotAllowed with the reason, UsageError if it is not there."""
     path = [*recipe.module.split("."), *recipe.name.split(".")]
     if not all(part.isidentifier() and not part.startswith("__") for part in path):
-        raise NotAllowed(f"{recipe!s:.200} is not the name of a class")
+        raise NotAllowed(f"{recipe} is not the name of a class")
     if not _within(recipe.module, allowed):
         raise NotAllowed(
             f"{recipe} is not in a package that this worker allows ({', '.join(allowed)})",
-            hint=f"start the worker with --allow {path[0]}, if you trust what is in it",
+            hint=f"start the worker with --allow {path[0][:100]}, if you trust what is in it",
         )
     try:
         found: object = import_module(recipe.module)

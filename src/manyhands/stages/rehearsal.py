@@ -15,14 +15,16 @@ from torch import Tensor
 
 from manyhands.core.errors import UsageError
 from manyhands.core.plan import Plan, PlanError
+from manyhands.stages.buffers import preserved
 from manyhands.stages.carrier import Carrier
 from manyhands.stages.chance import forked
 from manyhands.stages.layers import Carried
 from manyhands.stages.moves import rows_at, split_rows
-from manyhands.stages.runner import Runner, preserved
+from manyhands.stages.runner import Runner
 from manyhands.stages.values import Given, Kind, Rehearsed, Table, tabulate
 from manyhands.stages.variables import INPUTS, Scope, VariableError, scoped, version_of
-from manyhands.stages.vote import sayable
+from manyhands.stages.vote import sayable, words_of
+from manyhands.wire.tensors import dtype_named
 
 
 def rehearse(
@@ -32,8 +34,13 @@ def rehearse(
     given: Given,
     num_rows: int,
     device: torch.device,
+    *,
+    unfit: UsageError | None = None,
 ) -> Table:
-    """For a microbatch of so many rows. Raises PlanError or VariableError, on all peers alike."""
+    """For a microbatch of so many rows. Raises PlanError or VariableError, on all peers alike.
+
+    `unfit`: why this peer cannot say what it would do.
+    """
     rehearsed: list[Rehearsed] = []
     known = dict(given.extra)
     givers = dict.fromkeys(known, INPUTS)
@@ -44,7 +51,8 @@ def rehearse(
             shares = split_rows(num_rows, stage.split)
             rows = len(rows_at(stage, stage.lead, num_rows)) or max(map(len, shares))
             trial = _Trial(runners[stage.index], rows, device)
-            said = msgspec.msgpack.encode(trial.run(carried, single, known, givers))
+            did = trial.wrong(unfit) if unfit else trial.run(carried, single, known, givers)
+            said = msgspec.msgpack.encode(did)
         did = msgspec.msgpack.decode(carrier.say(said, stage.lead), type=Rehearsed)
         if did.error is not None:
             kind = VariableError if did.wrong_variable else PlanError
@@ -75,12 +83,12 @@ class _Trial:
             try:
                 return self._attempt(carried, single, known, givers, copied=False)
             except Exception as error:  # noqa: BLE001  (told to everybody)
-                if "in-place" not in str(error) or not isinstance(error, RuntimeError):
-                    return self._wrong(error)
+                if not isinstance(error, RuntimeError) or "in-place" not in words_of(error):
+                    return self.wrong(error)
             try:  # a layer writes into what it is given, which is not its own
                 return self._attempt(carried, single, known, givers, copied=True)
             except Exception as error:  # noqa: BLE001  (told to everybody)
-                return self._wrong(error)
+                return self.wrong(error)
 
     def _attempt(
         self,
@@ -95,7 +103,7 @@ class _Trial:
 
         def zeros(kind: Kind) -> Tensor:
             shape = kind.shape if kind.whole else (self._rows, *kind.shape)
-            made = torch.zeros(shape, dtype=getattr(torch, kind.dtype), device=self._device)
+            made = torch.zeros(shape, dtype=dtype_named(kind.dtype), device=self._device)
             made.requires_grad_(kind.grad and torch.is_grad_enabled())
             given.append((made.clone() if copied else made, version_of(made)))
             return given[-1][0]
@@ -138,14 +146,15 @@ class _Trial:
             )
         return kind_of(tensor, whole=whole)
 
-    def _wrong(self, error: Exception) -> Rehearsed:
+    def wrong(self, error: Exception) -> Rehearsed:
+        """For everybody to hear."""
         if isinstance(error, UsageError):
             wrong_variable = isinstance(error, VariableError)
-            return Rehearsed(error=error.message, hint=error.hint, wrong_variable=wrong_variable)
+            hint = error.hint and sayable(error.hint)
+            message = sayable(error.message)
+            return Rehearsed(error=message, hint=hint, wrong_variable=wrong_variable)
         return Rehearsed(
-            error=sayable(
-                f"{self._at} cannot take what it is given: {type(error).__name__}: {error}"
-            ),
+            error=f"{self._at} cannot take what it is given: {words_of(error)}",
             hint="compare what the layer before gives with what this one expects",
         )
 

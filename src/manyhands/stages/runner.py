@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import UsageError
+from manyhands.stages.buffers import preserved
 from manyhands.stages.chance import Drawn, forked, seed_of, set_seed
 from manyhands.stages.layers import Carried, Running
+from manyhands.stages.precision import casting, precision_of
 from manyhands.stages.values import Table, carried_name
 from manyhands.stages.variables import Scope, scoped
 
@@ -42,7 +43,7 @@ class _Held(NamedTuple):
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor] | None  # with their graphs; None: to be computed anew
-    again: Callable[[], dict[str, Tensor]]
+    again: Callable[[], dict[str, Tensor]] | None = None
 
 
 class Runner:
@@ -73,27 +74,36 @@ class Runner:
         """
         if not torch.is_grad_enabled():
             return self._run(inputs, table, seeds, finish)
-        for value in table.used_by(self.stage):
+        for value in table.used_by[self.stage]:
             if value.kind.grad:
                 inputs[value.name].requires_grad_()
-        device = next(iter(inputs.values())).device
-        drawn = Drawn(device) if self._recompute and seeds is None else None
+        if self._recompute:
+            held, outputs = self._without_graph(inputs, table, seeds, finish)
+        else:
+            outputs = self._run(inputs, table, seeds, finish)
+            held = _Held(inputs, outputs)
+        self._held[microbatch] = held
+        return {name: tensor.detach() for name, tensor in outputs.items()}
 
-        def run() -> dict[str, Tensor]:
-            return self._run(inputs, table, seeds, finish)
+    def _without_graph(
+        self,
+        inputs: dict[str, Tensor],
+        table: Table,
+        seeds: Seeds | None,
+        finish: Callable[[Carried], Tensor] | None,
+    ) -> tuple[_Held, dict[str, Tensor]]:
+        device = _device_of(inputs)
+        precision = precision_of(device)
+        drawn = Drawn(device) if seeds is None else None
 
         def again() -> dict[str, Tensor]:
-            with preserved(self.modules()), drawn.again() if drawn else forked(device):
-                return run()
+            chance = forked(device) if drawn is None else drawn.again()
+            with preserved(self.modules()), chance, casting(device, precision):
+                return self._run(inputs, table, seeds, finish)
 
-        if self._recompute:
-            with torch.no_grad():
-                outputs = run()
-            self._held[microbatch] = _Held(inputs, None, again)
-        else:
-            outputs = run()
-            self._held[microbatch] = _Held(inputs, outputs, again)
-        return {name: tensor.detach() for name, tensor in outputs.items()}
+        with torch.no_grad():
+            outputs = self._run(inputs, table, seeds, finish)
+        return _Held(inputs, None, again), outputs
 
     def backward(
         self, microbatch: int, gradients: Mapping[str, Tensor], table: Table
@@ -104,6 +114,7 @@ class Runner:
         """
         inputs, outputs, again = self._held.pop(microbatch)
         if outputs is None:
+            assert again is not None
             outputs = again()
         # Of a variable without rows, only one of the stage's peers may have been asked.
         roots = {
@@ -112,12 +123,10 @@ class Runner:
             if tensor.requires_grad and (name == LOSS or name in gradients)
         }
         if roots:
-            torch.autograd.backward([outputs[name] for name in roots], list(roots.values()))
-        return {
-            value.name: _gradient_of(inputs[value.name])
-            for value in table.used_by(self.stage)
-            if value.kind.grad
-        }
+            with casting(_device_of(inputs), None):
+                torch.autograd.backward([outputs[name] for name in roots], list(roots.values()))
+        used = table.used_by[self.stage]
+        return {v.name: _gradient_of(inputs[v.name]) for v in used if v.kind.grad} if used else {}
 
     def forget(self) -> None:
         """Whatever is held for backwards that will not come."""
@@ -142,19 +151,21 @@ class Runner:
                 carried = layer.run(carried, scope)
         if finish is not None:
             outputs = {LOSS: finish(carried)}
+        elif isinstance(carried, tuple):
+            outputs = {carried_name(self.stage, i): part for i, part in enumerate(carried)}
         else:
-            parts = carried if isinstance(carried, tuple) else (carried,)
-            outputs = {carried_name(self.stage, i): part for i, part in enumerate(parts)}
-        for value in table.made_by(self.stage):
-            if value.name in scope.values:
-                outputs[value.name] = scope.look(value.name)
-        self._check(outputs, table, num_rows)
+            outputs = {carried_name(self.stage, 0): carried}
+        if table.made_by[self.stage]:
+            for value in table.made_by[self.stage]:
+                if value.name in scope.values:
+                    outputs[value.name] = scope.look(value.name)
+            self._check(outputs, table, num_rows)
         return outputs
 
     def _check(self, outputs: Mapping[str, Tensor], table: Table, num_rows: int) -> None:
         """What was rehearsed is what the receivers have made room for, and send gradients of."""
         who = f"{self.layers[-1].said} or one before it"
-        for value in table.made_by(self.stage):
+        for value in table.made_by[self.stage]:
             tensor = outputs.get(value.name)
             if tensor is None:
                 continue  # an input that is handed on as it came
@@ -181,19 +192,5 @@ def _gradient_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-@contextmanager
-def preserved(modules: Iterable[nn.Module]) -> Generator[None]:
-    """Buffers (running statistics) are copies inside, and afterwards what they were before."""
-    kept = [
-        (module, name, buffer)
-        for root in modules
-        for module in root.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    try:
-        for module, name, buffer in kept:
-            setattr(module, name, buffer.detach().clone())
-        yield
-    finally:
-        for module, name, buffer in kept:
-            setattr(module, name, buffer)
+def _device_of(inputs: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(inputs.values())).device

@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import xxhash
@@ -29,8 +29,22 @@ from manyhands.core.errors import CheckpointError, UsageError, WireError
 from manyhands.core.plan import Plan, Stage
 from manyhands.stages.layers import Running
 
+
+class Scheduler(Protocol):
+    """Of learning rates, such as those of torch.optim.lr_scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, as a checkpoint can hold them."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Go on from there."""
+        ...
+
+
 _NAME = re.compile(r"steps-(\d{12,18})-([0-9a-f]{24})")
 VERSION = 1
+_MOST_INDEX_BYTES = 64 << 20
 
 
 class Save(msgspec.Struct, frozen=True, order=True):
@@ -88,9 +102,11 @@ def shard_of(plan: Plan, stage: Stage) -> Shard:
     return Shard(stage.first, stage.end, names)
 
 
-def write_shard(url: str, save: Save, shard: Shard, tree: Mapping[str, Any]) -> None:
-    """Raises CheckpointError."""
-    about = {"layers": list(shard.layers)}
+def write_shard(
+    url: str, save: Save, shard: Shard, tree: Mapping[str, Any], optimizer: str | None = None
+) -> None:
+    """`optimizer` is the name of its kind. Raises CheckpointError."""
+    about = {"layers": list(shard.layers), "save": save.token, "optimizer": optimizer}
     checkpoint = Checkpoint(round=save.num_steps, chain=b"", about=about, tree=dict(tree))
     _store(url, save, shard).save(checkpoint)
 
@@ -150,8 +166,10 @@ def read_index(url: str, save: Save) -> Index:
     place = folder.locate(save.index)
     text = bytearray()
     with folder.open(save.index) as file:
-        while piece := file.read(1 << 20):
+        while len(text) <= _MOST_INDEX_BYTES and (piece := file.read(1 << 20)):
             text += piece
+    if len(text) > _MOST_INDEX_BYTES:
+        raise CheckpointError(f"{place} has more than {_MOST_INDEX_BYTES} bytes: it is no index")
     try:
         written = msgspec.json.decode(text, type=_Written)
         if written.manyhands_stages > VERSION:
@@ -163,7 +181,7 @@ def read_index(url: str, save: Save) -> Index:
         if xxhash.xxh3_128_hexdigest(bytes(written.index)) != written.digest:
             raise CheckpointError(f"{place} was changed: its digest is another")
         index = msgspec.json.decode(written.index, type=Index)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{place} cannot be read: {error}") from None
     if index.num_steps != save.num_steps:
         raise CheckpointError(f"{place} says that it is of step {index.num_steps}")
@@ -181,8 +199,10 @@ def extra_of(index: Index) -> dict[str, Any]:
     return cast("dict[str, Any]", extra)
 
 
-def read_layers(url: str, save: Save, index: Index, names: Iterable[str]) -> dict[str, Any]:
-    """The state of these layers, by name. Raises CheckpointError."""
+def read_layers(
+    url: str, save: Save, index: Index, names: Iterable[str], optimizer: str | None = None
+) -> dict[str, Any]:
+    """The state of these layers, by name, for an optimizer of this kind. Raises CheckpointError."""
     wanted = dict.fromkeys(names)
     found: dict[str, Any] = {}
     for shard in index.shards:
@@ -194,6 +214,7 @@ def read_layers(url: str, save: Save, index: Index, names: Iterable[str]) -> dic
         if came.checkpoint is None:
             reasons = "; ".join(broken.reason for broken in came.broken) or "it is missing"
             raise CheckpointError(f"{place} cannot be read: {reasons}")
+        _check_about(came.checkpoint.about, place, save, optimizer)
         tree = came.checkpoint.tree
         if not isinstance(tree, dict) or not all(name in tree for name in own):
             raise CheckpointError(f"{place} has not the layers that {save.index} says")
@@ -206,6 +227,27 @@ def read_layers(url: str, save: Save, index: Index, names: Iterable[str]) -> dic
             hint=f"it has: {', '.join(n for shard in index.shards for n in shard.layers)}",
         )
     return found
+
+
+def _check_about(about: Mapping[str, Any], place: str, save: Save, optimizer: str | None) -> None:
+    """Older releases wrote neither."""
+    if about.get("save", save.token) != save.token:
+        raise CheckpointError(
+            f"{place} is of another save than {save.index}",
+            hint="folders of several checkpoints were mixed: copy a whole one",
+        )
+    saved = about.get("optimizer")
+    if saved is not None and optimizer is not None and saved != optimizer:
+        raise CheckpointError(
+            f"{place} was saved with the optimizer {saved}, here it is {optimizer}",
+            hint=f"make a {saved}; or, for the parameters alone, load into a Pipeline without an "
+            "optimizer, then pipe.optimize(...)",
+        )
+
+
+def kind_of(optimizer: Optimizer | None) -> str | None:
+    """Its name: what one keeps for a parameter is of no use to another."""
+    return None if optimizer is None else type(optimizer).__qualname__
 
 
 def _store(url: str, save: Save, shard: Shard) -> Store:
@@ -236,7 +278,7 @@ def check_fit(layers: Iterable[Running], states: Mapping[str, Any]) -> None:
     """Whether a saved state can be put in its place, before anything is. Raises CheckpointError."""
     for layer in layers:
         state = states[layer.name]
-        if not isinstance(state, dict) or set(cast("dict[str, Any]", state)) != _KEPT:
+        if not _is_state(state):
             raise CheckpointError(f"what was saved for {layer.said} is no layer's state")
         saved = cast("dict[str, Any]", state["module"])
         here = layer.module.state_dict()
@@ -255,6 +297,17 @@ def check_fit(layers: Iterable[Running], states: Mapping[str, Any]) -> None:
 
 
 _KEPT = {"module", "optimizer", "settings"}
+_RATES = "scheduler"  # not in checkpoints of runs without one
+
+
+def _is_state(state: object) -> bool:
+    """Of the form that `state_of` gives."""
+    if not isinstance(state, dict) or set(cast("dict[str, Any]", state)) - {_RATES} != _KEPT:
+        return False
+    parts = cast("dict[str, dict[str, Any]]", state)
+    if not all(isinstance(cast("object", part), dict) for part in parts.values()):
+        return False
+    return set(parts["optimizer"]) == set(parts["settings"])
 
 
 def _form(value: object) -> str:
@@ -288,3 +341,38 @@ def restore(
         if first is not None:
             saved.update(first)
     optimizer.load_state_dict(whole)
+
+
+def add_scheduler(states: Mapping[str, Any], scheduler: Scheduler) -> None:
+    """To the states of a stage's layers: each has it, so that it is found by any other plan."""
+    for state in states.values():
+        state[_RATES] = scheduler.state_dict()
+
+
+def scheduler_in(states: Mapping[str, Any], scheduler: Scheduler | None) -> dict[str, Any] | None:
+    """What was saved of the scheduler of whoever had these layers, if one is asked for.
+
+    Raises CheckpointError for one that it does not fit.
+    """
+    if scheduler is None:
+        return None
+    found = next((state[_RATES] for state in states.values() if _RATES in state), None)
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            "no scheduler was saved with these layers",
+            hint="pass it to save() too: save(url, scheduler=scheduler)",
+        )
+    saved, here = cast("dict[str, Any]", found), scheduler.state_dict()
+    # Names with _ come and go with releases of torch.
+    names = {name for name in {*saved} ^ {*here} if not str(name).startswith("_")}
+    counts = [len(state.get("base_lrs", ())) for state in (saved, here)]
+    if names or counts[0] != counts[1]:
+        if names:
+            what = f"one of the two has {min(names)!r}"
+        else:
+            what = f"it was for {counts[0]} groups of parameters, here there are {counts[1]}"
+        raise CheckpointError(
+            f"the scheduler is another one than was saved: {what}",
+            hint="make the scheduler that was saved, or load without one",
+        )
+    return saved

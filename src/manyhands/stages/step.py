@@ -1,4 +1,4 @@
-"""Step: one batch through a plan, as one peer sees it: its actions in order, each with its mail.
+"""Step: one batch through a plan, as one peer sees it: its duties in order, each with its mail.
 
 If a layer raises, this peer goes on sending and receiving, with zeros: nobody waits for a peer that
 has given up, and all hear at the vote what went wrong.
@@ -8,127 +8,133 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from manyhands.core.errors import UsageError
-from manyhands.core.plan import Plan
 from manyhands.stages.batch import Batch
 from manyhands.stages.chance import forked
+from manyhands.stages.course import Course, Duty
 from manyhands.stages.mail import Mail
-from manyhands.stages.moves import Rows, rows_at
+from manyhands.stages.moves import Rows
 from manyhands.stages.runner import LOSS, Runner, Seeds
 from manyhands.stages.schedule import Action
-from manyhands.stages.traffic import Message, Traffic
-from manyhands.stages.values import Table, Value, carried_name, target_name
+from manyhands.stages.traffic import Message
 from manyhands.stages.vote import Failure, failure_of
+from manyhands.wire.tensors import dtype_named
 
-LossFn = Callable[[Any, Any], Tensor]
+LossFn = Callable[[Any, Any], Any]
+"""From the output and the targets of some rows to their loss; or, counted, to (sum, count)."""
+
+LossIs = Literal["mean", "sum", "counted"]
+"""The mean over the rows; a sum, added up as it is; (a sum, how many it is over)."""
+
 _ONE_NUMBER = "a loss function returns one number, a tensor"
+_TWO_NUMBERS = 'with loss_is="counted" a loss function returns (the sum, how many it is over)'
 _AHEAD = 3  # actions whose inputs are asked for while an action runs
 
 
 class Step:
-    """Actions of one batch. `loss` is this peer's part of the sum; `failure` its first error."""
+    """One batch. `loss` and `count` are this peer's parts of sums, `failure` is its first error."""
 
     def __init__(
         self,
-        plan: Plan,
-        me: int,
+        course: Course,
         runners: Mapping[int, Runner],
-        table: Table,
-        traffic: Traffic,
         mail: Mail,
         batch: Batch,
         *,
         loss_fn: LossFn | None = None,
-        loss_is_mean: bool = True,
+        loss_is: LossIs = "mean",
         seeds: tuple[int, int] | None = None,
         device: torch.device,
     ) -> None:
-        self._plan, self._stages, self._me = plan, plan.stages, me
-        self._runners, self._table, self._traffic, self._mail = runners, table, traffic, mail
-        self._batch, self._loss_fn, self._mean = batch, loss_fn, loss_is_mean
+        self._course, self._table, self._last = course, course.table, course.last
+        self._runners, self._mail = runners, mail
+        self._batch, self._loss_fn, self._loss_is = batch, loss_fn, loss_is
         self._seeds, self._device = seeds, device
-        self._last = len(self._stages) - 1
         self._losses: list[Tensor] = []
+        self._counts: dict[int, Tensor | float] = {}  # by microbatch
+        self.has_loss = loss_fn is not None
         self.failure: Failure | None = None
-        self.outputs: dict[int, dict[str, Tensor]] = {}  # of the last stage, by microbatch
+        self._outputs: dict[int, Mapping[str, Tensor]] = {}  # of the last stage, by microbatch
 
     @property
     def loss(self) -> float:
         """The sum of this peer's losses, as scaled."""
         return float(torch.stack(self._losses).sum()) if self._losses else 0.0
 
+    @property
+    def count(self) -> float:
+        """What this peer's losses are sums over, together."""
+        return sum(map(float, self._counts.values()))
+
     def run(
         self,
-        actions: Sequence[Action],
-        gradients: Callable[[int, Rows], Mapping[str, Tensor]] | None = None,
+        duties: Sequence[Duty],
+        gradients: tuple[Tensor, ...] | None = None,
     ) -> None:
-        """In this order. `gradients` of the last stage's outputs, where no loss gives them.
+        """In this order. `gradients` of what `output` gave, where no loss gives them.
 
         Raises what the carrier raises; what layers raise is a failure.
         """
         with nullcontext() if self._seeds is None else forked(self._device):
-            for index, action in enumerate(actions):
-                self._mail.expect(actions[index : index + 1 + _AHEAD])
-                rows = self._rows(action)
-                if len(rows) and action.direction == "F":
-                    self._forward(action, rows)
-                elif len(rows):
-                    self._backward(action, rows, gradients)
+            for index, duty in enumerate(duties):
+                if self._course.places:
+                    self._mail.expect(duties[index : index + 1 + _AHEAD])
+                if duty.action.direction == "F":
+                    self._forward(duty)
+                else:
+                    self._backward(duty, gradients)
 
     def fail(self, error: Exception, action: Action | None) -> None:
         """Note the first error."""
         if self.failure is None:
-            at = "before the step" if action is None else f"in {self._said(action)}"
+            at = "before the step" if action is None else f"in {self._course.said(action)}"
             self.failure = failure_of(error, action, at)
 
-    def _said(self, action: Action) -> str:
-        stage = self._stages[action.stage]
-        first, last = self._plan.layers[stage.first].name, self._plan.layers[stage.end - 1].name
-        way = "forward" if action.direction == "F" else "backward"
-        layers = f"layer {first}" if first == last else f"layers {first} to {last}"
-        return f"the {way} of {layers}, microbatch {action.microbatch}"
-
-    def _rows(self, action: Action) -> Rows:
-        stage = self._stages[action.stage]
-        return rows_at(stage, self._me, self._batch.rows[action.microbatch])
-
-    # -- forward ----------------------------------------------------------------------------------
+    def output(self) -> Tensor | tuple[Tensor, ...] | None:
+        """What the last stage gave, this peer's rows of all microbatches; None if it has none."""
+        if not self._outputs:
+            return None
+        made = self._outputs.values()
+        parts = tuple(joined([of[name] for of in made]) for name in self._course.output_names())
+        return parts[0] if self._table.rehearsed[self._last].single else parts
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
         self._mail.finish()
 
-    def _forward(self, action: Action, rows: Rows) -> None:
-        inputs = self._collect(action)
+    # -- forward ----------------------------------------------------------------------------------
+
+    def _forward(self, duty: Duty) -> None:
+        inputs = self._collect(duty) if duty.needed else {}
         made: Mapping[str, Tensor] = {}
         if self.failure is None:
             try:
-                made = self._compute(action, rows, inputs)
+                made = self._compute(duty, inputs)
             except Exception as error:  # noqa: BLE001  (told to everybody at the vote)
-                self.fail(error, action)
-        for message in self._traffic.sent(self._me, action):
-            self._mail.put(message, self._piece(message, made, inputs, rows))
+                self.fail(error, duty.action)
+        for message in duty.sent:
+            self._mail.put(message, self._piece(message, made, inputs, duty.rows))
 
-    def _compute(
-        self, action: Action, rows: Rows, inputs: dict[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        stage, microbatch = action.stage, action.microbatch
+    def _compute(self, duty: Duty, inputs: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        _, stage, microbatch = duty.action
         if stage == 0:
-            inputs |= self._batch.inputs(microbatch, rows)
-            if self._table.given.targets:
-                inputs |= self._batch.targets(microbatch, rows)
-        targets: dict[str, Tensor] = {}
-        finish = None
+            inputs |= self._batch.inputs(duty.span)
+            if self._table.targets:
+                inputs |= self._batch.targets(duty.span)
+        given, finish = inputs, None
         if stage == self._last and self._loss_fn is not None:
-            targets = self._targets(microbatch, rows, inputs)
-            finish = self._finish(targets, len(rows))
-        seeds = None if self._seeds is None else Seeds(*self._seeds, microbatch, rows.start)
-        given = {name: t for name, t in inputs.items() if name not in targets}
+            targets = self._targets(duty.span, inputs)
+            finish = self._finish(self._loss_fn, tuple(targets.values()), duty)
+            if self._table.targets:  # they are the loss's, not the layers'
+                given = {name: t for name, t in inputs.items() if name not in targets}
+        seeds = None
+        if self._seeds is not None:
+            seeds = Seeds(*self._seeds, microbatch, duty.rows.start)
         made = self._runners[stage].forward(
             microbatch, given, self._table, seeds=seeds, finish=finish
         )
@@ -136,16 +142,13 @@ class Step:
             if finish is not None:
                 self._losses.append(made[LOSS])
             else:
-                self.outputs[microbatch] = dict(made)
+                self._outputs[microbatch] = made
         return made
 
-    def _targets(
-        self, microbatch: int, rows: Rows, inputs: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        if self._table.given.targets:
-            names = [target_name(index) for index in range(len(self._table.given.targets))]
-            return {name: inputs[name] for name in names}
-        targets = self._batch.targets(microbatch, rows)
+    def _targets(self, span: slice, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._table.targets:
+            return {name: inputs[name] for name in self._table.targets}
+        targets = self._batch.targets(span)
         if not targets:
             raise UsageError(
                 "this peer computes the loss and was given no targets",
@@ -154,67 +157,73 @@ class Step:
             )
         return targets
 
-    def _finish(self, targets: Mapping[str, Tensor], num_rows: int) -> Callable[[Any], Tensor]:
-        parts = tuple(targets.values())
+    def _finish(
+        self, loss_fn: LossFn, targets: tuple[Tensor, ...], duty: Duty
+    ) -> Callable[[Any], Tensor]:
         given = self._table.given
         single = given.single_target if given.targets else self._batch.single_target
-        factor = num_rows / self._batch.num_rows if self._mean else 1.0
+        wanted = targets[0] if single else targets
+        factor = len(duty.rows) / self._batch.num_rows if self._loss_is == "mean" else 1.0
 
         def finish(output: Any) -> Tensor:  # noqa: ANN401
-            assert self._loss_fn is not None
-            loss = self._loss_fn(output, parts[0] if single else parts)
-            if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise UsageError(f"the loss is {loss!r:.200}", hint=_ONE_NUMBER)
-            if loss.numel() != 1:
-                raise UsageError(f"the loss has shape {tuple(loss.shape)}", hint=_ONE_NUMBER)
-            return loss.reshape(()) * factor
+            loss = loss_fn(output, wanted)
+            if self._loss_is == "counted":
+                # A stage that is computed anew comes here twice, and counts once.
+                loss, self._counts[duty.action.microbatch] = _counted(loss)
+            return _number(loss) * factor
 
         return finish
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _backward(
-        self,
-        action: Action,
-        rows: Rows,
-        gradients: Callable[[int, Rows], Mapping[str, Tensor]] | None,
-    ) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        wanted = self._sums(action)
+    def _backward(self, duty: Duty, gradients: tuple[Tensor, ...] | None) -> None:
+        _, stage, microbatch = duty.action
+        wanted = self._sums(duty) if duty.needed else {}
         made: Mapping[str, Tensor] = {}
         if self.failure is None:
             try:
                 if stage == self._last and gradients is not None:
-                    wanted |= gradients(microbatch, rows)
+                    wanted |= self._cut(microbatch, gradients)
                 made = self._runners[stage].backward(microbatch, wanted, self._table)
             except Exception as error:  # noqa: BLE001  (told to everybody at the vote)
-                self.fail(error, action)
-        for message in self._traffic.sent(self._me, action):
-            self._mail.put(message, self._piece(message, made, {}, rows))
+                self.fail(error, duty.action)
+        for message in duty.sent:
+            self._mail.put(message, self._piece(message, made, {}, duty.rows))
 
-    def _sums(self, action: Action) -> dict[str, Tensor]:
+    def _cut(self, microbatch: int, gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """A microbatch's rows of them, by name. Raises UsageError."""
+        names, span = self._course.output_names(), self._course.output_spans[microbatch]
+        if len(gradients) != len(names):
+            raise UsageError(f"{len(gradients)} gradients for {len(names)} outputs")
+        parts = zip(names, gradients, strict=True)
+        return {name: gradient[span].to(self._device) for name, gradient in parts}
+
+    def _sums(self, duty: Duty) -> dict[str, Tensor]:
         """Gradients of a stage's outputs: those of all consumers, in order, added up."""
-        pieces: dict[tuple[Value, int], list[Tensor]] = {}
-        for message in self._traffic.needed(self._me, action):
-            tensor = self._mail.take(message)
-            pieces.setdefault((message.value, message.consumer), []).append(tensor)
+        pieces: dict[tuple[str, int], list[Tensor]] = {}
+        whole: set[str] = set()
+        for message in duty.needed:
+            name = message.value.name
+            pieces.setdefault((name, message.consumer), []).append(self._mail.take(message))
+            if message.value.kind.whole:
+                whole.add(name)
         sums: dict[str, Tensor] = {}
-        for (value, _), parts in pieces.items():
-            if value.kind.whole:
+        for (name, _), parts in pieces.items():
+            if name in whole:
                 total = parts[0]
                 for part in parts[1:]:
                     total = total + part
             else:
                 total = joined(parts)
-            before = sums.get(value.name)
-            sums[value.name] = total if before is None else before + total
+            before = sums.get(name)
+            sums[name] = total if before is None else before + total
         return sums
 
     # -- mail -------------------------------------------------------------------------------------
 
-    def _collect(self, action: Action) -> dict[str, Tensor]:
+    def _collect(self, duty: Duty) -> dict[str, Tensor]:
         pieces: dict[str, list[Tensor]] = {}
-        for message in self._traffic.needed(self._me, action):
+        for message in duty.needed:
             pieces.setdefault(message.value.name, []).append(self._mail.take(message))
         return {name: joined(parts) for name, parts in pieces.items()}
 
@@ -230,7 +239,7 @@ class Step:
         tensor = made.get(message.value.name, inputs.get(message.value.name))
         if tensor is None:
             shape = kind.shape if kind.whole else (len(message.rows), *kind.shape)
-            return torch.zeros(shape, dtype=getattr(torch, kind.dtype), device=self._device)
+            return torch.zeros(shape, dtype=dtype_named(kind.dtype), device=self._device)
         return tensor if kind.whole else tensor[message.rows.within(rows)]
 
 
@@ -239,6 +248,25 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
-def output_names(table: Table, last: int) -> list[str]:
-    """Those of what the last stage gives."""
-    return [carried_name(last, index) for index in range(len(table.rehearsed[last].carried))]
+def _number(loss: Any) -> Tensor:  # noqa: ANN401  (what a user's function returned)
+    """The loss as a tensor without dimensions. Raises UsageError."""
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"the loss is {loss!r:.200}", hint=_ONE_NUMBER)
+    if loss.dim() == 0:
+        return loss
+    if loss.numel() != 1:
+        raise UsageError(f"the loss has shape {tuple(loss.shape)}", hint=_ONE_NUMBER)
+    return loss.reshape(())
+
+
+def _counted(made: Any) -> tuple[Any, Tensor | float]:  # noqa: ANN401  (what a user returned)
+    """A sum, and what it is over: a number that nobody has to wait for yet. Raises UsageError."""
+    pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
+    if len(pair) != 2:
+        raise UsageError(f"the loss is {made!r:.200}", hint=_TWO_NUMBERS)
+    loss, count = pair
+    if isinstance(count, Tensor) and count.numel() == 1:
+        return loss, count.detach()
+    if isinstance(count, int | float):
+        return loss, count
+    raise UsageError(f"the loss is over {count!r:.200}", hint=_TWO_NUMBERS)

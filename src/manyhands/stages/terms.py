@@ -5,6 +5,8 @@ Peers that hold different plans would wait for messages that nobody sends.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +34,12 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     loss_is: str
     clip_norm: float | None
     seed: int | None
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise UsageError(f"clip_norm={self.clip_norm}", hint="a number above 0, or None")
+        if self.seed is not None and not -(1 << 63) <= operator.index(self.seed) < 1 << 63:
+            raise UsageError(f"seed={self.seed}", hint="an integer of 64 bits")
 
 
 def agree(carrier: Carrier, plan: Plan, own: Terms) -> None:

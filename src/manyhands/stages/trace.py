@@ -283,13 +283,12 @@ def _has_proxy(value: object) -> bool:
     return isinstance(value, fx.Proxy)
 
 
-def _context() -> tuple[bool, ...]:
+def _context() -> tuple[object, ...]:
     """What changes the meaning of operations and is not in a graph."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
+        *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")),
     )
 
 

@@ -7,7 +7,7 @@ receiver expects what comes in the order in which the sender makes it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from manyhands.core.plan import Plan
 from manyhands.stages.moves import Rows
@@ -15,7 +15,8 @@ from manyhands.stages.schedule import Action, Direction, Orders
 from manyhands.stages.values import Table, Value
 
 
-class Message(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # each is one: they are looked up all the time
+class Message:
     """Rows of one value of one microbatch, from peer to peer: forward, or its gradient back."""
 
     direction: Direction
@@ -48,14 +49,18 @@ class Traffic:
         self._sent: dict[tuple[int, Action], list[Message]] = {}
         self._needed: dict[tuple[int, Action], list[Message]] = {}
         self.lines: dict[tuple[int, int], list[Message]] = {}
-        self._place = {
+        place = {
             (peer, action): place
             for peer, order in orders.items()
             for place, action in enumerate(order)
         }
+        self._made_at: dict[Message, int] = {}  # in the order of its source
+        self._used_at: dict[Message, int] = {}  # in the order of its target
         for message in _messages(plan, table, rows, backward=backward):
-            self._sent.setdefault((message.source, message.made_by), []).append(message)
-            self._needed.setdefault((message.target, message.used_by), []).append(message)
+            made, used = (message.source, message.made_by), (message.target, message.used_by)
+            self._sent.setdefault(made, []).append(message)
+            self._needed.setdefault(used, []).append(message)
+            self._made_at[message], self._used_at[message] = place[made], place[used]
         for source, order in orders.items():
             for action in order:
                 for message in self.sent(source, action):
@@ -75,8 +80,7 @@ class Traffic:
 
         It had to take what it needed for an action before it could send what the action made.
         """
-        used, made = (sent.target, sent.used_by), (heard.source, heard.made_by)
-        return self._place[used] <= self._place[made]
+        return self._used_at[sent] <= self._made_at[heard]
 
 
 def _messages(

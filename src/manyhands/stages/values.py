@@ -89,25 +89,24 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class Table(NamedTuple):
-    """All values of a plan, for inputs of one kind."""
+    """All values of a plan, for inputs of one kind.
+
+    What each stage makes and uses is looked up here, not found anew for every microbatch.
+    """
 
     given: Given
     values: tuple[Value, ...]
     rehearsed: tuple[Rehearsed, ...]
-
-    def made_by(self, stage: int) -> list[Value]:
-        """What leaves a stage."""
-        return [value for value in self.values if value.producer == stage]
-
-    def used_by(self, stage: int) -> list[Value]:
-        """What enters a stage."""
-        return [value for value in self.values if stage in value.consumers]
+    made_by: tuple[tuple[Value, ...], ...]  # what leaves each stage
+    used_by: tuple[tuple[Value, ...], ...]  # what enters each stage
+    carried: tuple[tuple[str, ...], ...]  # the names of what the first layer of each stage gets
+    targets: tuple[str, ...]  # the names of targets that come with the inputs
 
     def carried_into(self, stage: int, inputs: Mapping[str, T]) -> T | tuple[T, ...]:
         """What its first layer gets, out of all inputs of the stage."""
         before = self.given if stage == 0 else self.rehearsed[stage - 1]
-        parts = tuple(inputs[carried_name(stage - 1, i)] for i in range(len(before.carried)))
-        return parts[0] if before.single else parts
+        names = self.carried[stage]
+        return inputs[names[0]] if before.single else tuple(inputs[name] for name in names)
 
 
 def tabulate(plan: Plan, given: Given, rehearsed: Sequence[Rehearsed]) -> Table:
@@ -138,4 +137,17 @@ def tabulate(plan: Plan, given: Given, rehearsed: Sequence[Rehearsed]) -> Table:
         consumers = tuple(stage for stage in takers if stage != producer)
         if consumers:
             found.append(Value(name, kind, producer, consumers))
-    return Table(given, tuple(found), tuple(rehearsed))
+    stages = range(last + 1)
+    entering = [given.carried, *(did.carried for did in rehearsed[:-1])]
+    return Table(
+        given,
+        tuple(found),
+        tuple(rehearsed),
+        made_by=tuple(tuple(v for v in found if v.producer == stage) for stage in stages),
+        used_by=tuple(tuple(v for v in found if stage in v.consumers) for stage in stages),
+        carried=tuple(
+            tuple(carried_name(stage - 1, index) for index in range(len(kinds)))
+            for stage, kinds in enumerate(entering)
+        ),
+        targets=tuple(target_name(index) for index in range(len(given.targets))),
+    )

@@ -50,6 +50,7 @@ class Scope:
                 f"{self._who()} stashes a {type(tensor).__name__} as {name!r}",
                 hint="variables are tensors: stash several under names of their own",
             )
+        check_name(name, self._who())
         if name in self.stashed:
             by = self.stashed[name]
             before = "is an extra input" if by == INPUTS else f"{by} has stashed already"
@@ -91,6 +92,15 @@ class Scope:
         return self.layer or "a layer"
 
 
+def check_name(name: object, who: str) -> None:
+    """Raises VariableError for a name that cannot be one: those with # are the runtime's own."""
+    if not isinstance(name, str) or not name or name.startswith("#"):
+        raise VariableError(
+            f"{who} give{'' if who == INPUTS else 's'} a variable the name {name!r}",
+            hint="a text that is not empty and does not begin with #",
+        )
+
+
 def version_of(tensor: Tensor) -> int:
     """How often it was written to, its views too; torch does not count in inference mode."""
     return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
@@ -99,14 +109,20 @@ def version_of(tensor: Tensor) -> int:
 _scope: ContextVar[Scope | None] = ContextVar("manyhands variables", default=None)
 
 
-@contextmanager
-def scoped(scope: Scope) -> Generator[Scope]:
+class scoped:  # a class, since a generator would cost more in every microbatch
     """Layers that run in the block stash into and pop from this scope."""
-    before = _scope.set(scope)
-    try:
-        yield scope
-    finally:
-        _scope.reset(before)
+
+    __slots__ = ("_before", "_scope")
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> Scope:
+        self._before = _scope.set(self._scope)
+        return self._scope
+
+    def __exit__(self, *_: object) -> None:
+        _scope.reset(self._before)
 
 
 @contextmanager

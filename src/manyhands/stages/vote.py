@@ -15,6 +15,8 @@ from manyhands.stages.errors import StepFailed
 from manyhands.stages.schedule import Action
 
 T = TypeVar("T")
+_MESSAGE_CHARS = 4_000
+_TRACEBACK_CHARS = 20_000  # of its end
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -28,15 +30,30 @@ class Failure(msgspec.Struct, frozen=True):
 
 def failure_of(error: Exception, action: Action | None = None, at: str = "") -> Failure:
     """To be told to everybody; an error of ours speaks for itself, another one is said where."""
-    text = sayable("".join(tracebacks.format_exception(error)))
+    text = traceback_of(error)
     if isinstance(error, ManyhandsError):
-        return Failure(error.message, text, error.hint, action)
-    message = sayable(f"{type(error).__name__}: {error}{at and f' ({at})'}")
-    return Failure(message, text, None, action)
+        hint = error.hint and sayable(error.hint)
+        return Failure(sayable(error.message), text, hint, action)
+    return Failure(f"{words_of(error)}{at and f' ({at})'}", text, None, action)
 
 
 def sayable(text: str) -> str:
-    """As UTF-8 can say it: names of files may hold bytes that it cannot."""
+    """As UTF-8 can say it: names of files may hold bytes that it cannot. Not without end."""
+    return text[:_MESSAGE_CHARS].encode(errors="backslashreplace").decode()
+
+
+def words_of(error: BaseException) -> str:
+    """Its kind and what it says, whatever that is: an error's own text may raise another."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  (of somebody's __str__; the error itself is told)
+        text = "(what it says cannot be shown)"
+    return sayable(f"{type(error).__name__}: {text}".removesuffix(": "))
+
+
+def traceback_of(error: BaseException) -> str:
+    """Its end, where the cause is."""
+    text = "".join(tracebacks.format_exception(error))[-_TRACEBACK_CHARS:]
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -45,6 +62,7 @@ class Verdict(NamedTuple):
 
     loss: float
     squares: float  # of all gradients
+    counted: float  # what the loss is a sum over, where that is said
 
 
 def vote(
@@ -52,17 +70,18 @@ def vote(
     peers: tuple[str, ...],
     *,
     failure: Failure | None,
-    loss: float,
-    squares: float,
+    loss: float = 0.0,
+    squares: float = 0.0,
+    count: float = 0.0,
 ) -> Verdict:
     """Raises StepFailed on all peers if it went wrong on one."""
-    ballot = torch.zeros(carrier.size + 2, dtype=torch.float64)
-    ballot[carrier.rank] = failure is not None
-    ballot[-2], ballot[-1] = loss, squares
+    own = [0.0] * carrier.size
+    own[carrier.rank] = float(failure is not None)
+    ballot = torch.tensor([*own, loss, squares, count], dtype=torch.float64)
     ballot = ballot.to(carrier.words_on)
     carrier.sum(ballot, range(carrier.size)).wait()
     counted = cast("list[float]", ballot.tolist())  # pyright: ignore[reportUnknownMemberType]
-    *failed, total, norm = counted
+    *failed, all_loss, all_squares, all_count = counted
     reports: list[tuple[Failure, int]] = []
     for rank in (rank for rank, count in enumerate(failed) if count):
         said = msgspec.msgpack.encode(failure) if rank == carrier.rank else None
@@ -71,23 +90,33 @@ def vote(
         # What failed first is the cause: later stages and backwards work on what came of it.
         cause, rank = min(reports, key=lambda report: _order(report[0].action))
         raise StepFailed(peers[rank], cause.message, cause.traceback, hint=cause.hint)
-    return Verdict(total, norm)
+    return Verdict(all_loss, all_squares, all_count)
 
 
-def together(carrier: Carrier, peers: tuple[str, ...], act: Callable[[], T]) -> T:
-    """What all peers do, each for itself. Raises StepFailed on all if it goes wrong on one; whoever
-    did it wrong, by our own words, hears those.
+def alike(carrier: Carrier, peers: tuple[str, ...], act: Callable[[], T]) -> T:
+    """What all peers do, each for itself. Raises the same StepFailed on all if it goes wrong on
+    one; where it did, what went wrong is its cause.
     """
     try:
         made = act()
     except Exception as error:
         try:
-            vote(carrier, peers, failure=failure_of(error), loss=0.0, squares=0.0)
+            vote(carrier, peers, failure=failure_of(error))
         except StepFailed as failed:
-            raise (error if isinstance(error, ManyhandsError) else failed) from error.__cause__
+            raise failed from error
         raise
-    vote(carrier, peers, failure=None, loss=0.0, squares=0.0)
+    vote(carrier, peers, failure=None)
     return made
+
+
+def together(carrier: Carrier, peers: tuple[str, ...], act: Callable[[], T]) -> T:
+    """As `alike`; but whoever did it wrong, by our own words, hears those."""
+    try:
+        return alike(carrier, peers, act)
+    except StepFailed as failed:
+        if isinstance(failed.__cause__, ManyhandsError):
+            raise failed.__cause__ from failed.__cause__.__cause__
+        raise
 
 
 def _order(action: Action | None) -> tuple[int, int, int]:

@@ -79,7 +79,7 @@ def num_bytes(spec: TensorSpec) -> int:
     Raises Malformed for an unknown dtype, a negative dimension or more than 64 of them, and
     Oversized for a shape that no tensor can have.
     """
-    dtype = _dtype_of(spec)
+    dtype = dtype_named(spec.dtype)
     if len(spec.shape) > MAX_DIMS:
         raise Malformed(f"a tensor of {len(spec.shape)} dimensions; at most {MAX_DIMS} are taken")
     if any(dim < 0 for dim in spec.shape):
@@ -173,7 +173,7 @@ def from_bytes(spec: TensorSpec, data: Buffer) -> Tensor:
     if size == 0:  # torch.frombuffer takes no empty buffer
         return _shaped(torch.empty(0, dtype=torch.uint8), spec)
     raw = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-    if raw.data_ptr() % _dtype_of(spec).itemsize:
+    if raw.data_ptr() % dtype_named(spec.dtype).itemsize:
         raw = raw.clone()
     tensor = _shaped(raw, spec)
     # Not verify_received(): the memory is the caller's, and no tensor over it leaves here.
@@ -202,18 +202,19 @@ def unpack_into(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[
     return [writable_bytes_of(tensor) for tensor in tensors]
 
 
-def _dtype_of(spec: TensorSpec) -> torch.dtype:
-    dtype = DTYPES.get(spec.dtype)
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that a peer speaks of. Raises Malformed if there is none of that name."""
+    dtype = DTYPES.get(name)
     if dtype is None:
         raise Malformed(
-            f"a tensor of dtype {spec.dtype[:32]!r}, unknown to torch {torch.__version__}",
+            f"a tensor of dtype {name[:32]!r}, unknown to torch {torch.__version__}",
             hint="install the same release of torch on both sides",
         )
     return dtype
 
 
 def _shaped(raw: Tensor, spec: TensorSpec) -> Tensor:
-    return raw.view(_dtype_of(spec)).view(spec.shape)
+    return raw.view(dtype_named(spec.dtype)).view(spec.shape)
 
 
 def _as_ints(tensor: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def worker(
     try:
         workshop, offer = _prepare(address, label, allow or (), device, memory)
         _await_boss(address, wait)
-        _serve(address, me, workshop, offer, tell)
+        _serve(address, me, workshop, offer, wait, tell)
         tell("finished")
     except KeyboardInterrupt:
         tell("stopped")
@@ -137,7 +137,7 @@ def _prepare(
 
     chosen = device_of(device)
     offered = free_memory(chosen) if memory is None else int(memory * (1 << 20))
-    workshop = Workshop(address, chosen, [*ALLOWED, *allow])
+    workshop = Workshop(address, chosen, [*ALLOWED, *allow], offered)
     return workshop, Offer(label, str(chosen), offered, __version__)
 
 
@@ -146,6 +146,7 @@ def _serve(
     me: PeerId,
     workshop: Workshop,
     offer: Offer,
+    patience_s: float,
     tell: Callable[[str], None],
 ) -> None:
     from manyhands.stages.commands import SETTINGS
@@ -153,7 +154,7 @@ def _serve(
 
     with dial(address, me, SETTINGS) as link:
         try:
-            Servant(link, workshop, offer, tell).serve()
+            Servant(link, workshop, offer, tell).serve(max(patience_s, SETTINGS.connect_s))
         finally:
             workshop.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import traceback as tracebacks
+import time
 from collections.abc import Callable
 
 from manyhands.core.errors import (
@@ -11,20 +11,20 @@ from manyhands.core.errors import (
     LinkTimeout,
     Malformed,
     ManyhandsError,
+    Oversized,
     Refused,
     UsageError,
 )
 from manyhands.core.peers import PeerId, View
-from manyhands.links.base import Delivery, Link
+from manyhands.links.base import DEFAULT_TIMEOUT_S, Delivery, Link
 from manyhands.links.messages import Ready
 from manyhands.stages import commands as words
 from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.recipes import NotAllowed
+from manyhands.stages.vote import sayable, traceback_of, words_of
 from manyhands.worker.workshop import COLLECTIVE, Workshop
 
 log = logging.getLogger(__name__)
-_TRACEBACK_CHARS = 20_000  # of its end
-_MESSAGE_CHARS = 4_000
 
 
 class BossGone(ManyhandsError):
@@ -44,13 +44,23 @@ class Servant:
         self._link, self._workshop, self._offer, self._tell = link, workshop, offer, tell
         self._boss: PeerId | None = None
 
-    def serve(self) -> None:
-        """Raises Refused if the boss does not want this worker, BossGone, LinkError."""
+    def serve(self, patience_s: float) -> None:
+        """Raises LinkTimeout if there is no boss in that time, Refused if it does not want this
+        worker, BossGone, LinkError.
+        """
         self._link.tell(Ready())
+        deadline_s = time.monotonic() + patience_s
         while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
             try:
-                event = self._link.receive()
+                event = self._link.receive(left_s if self._boss is None else DEFAULT_TIMEOUT_S)
             except LinkTimeout:
+                if self._boss is None:
+                    raise LinkTimeout(
+                        "boss, at a hub without one",
+                        patience_s,
+                        hint="are MODEL_HOST and MODEL_PORT those of a BossMan?",
+                    ) from None
                 continue  # a boss may think for long; while it lives the hub answers beats
             match event:
                 case View():
@@ -84,22 +94,29 @@ class Servant:
             case words.Refuse():
                 raise Refused("boss", f"the boss does not take this worker: {word.reason}")
             case _:
-                words.say(self._link, self._boss, self._answer(word))
+                self._say(self._boss, self._answer(word))
                 return True
+
+    def _say(self, boss: PeerId, answer: words.Answer) -> None:
+        try:
+            words.say(self._link, boss, answer)
+        except Oversized as error:
+            log.error("an answer is too long: %s", error)
+            words.say(self._link, boss, words.Failed(answer.id, "error", error.message))
 
     def _answer(self, command: words.Command) -> words.Answer:
         try:
             return self._workshop.do(command)
-        except Exception as error:  # noqa: BLE001  (the boss raises it; this worker lives on)
-            return self._failed(command, error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (the boss raises it)
+            return self._failed(command, error)  # and this worker lives on
 
-    def _failed(self, command: words.Command, error: Exception) -> words.Failed:
+    def _failed(self, command: words.Command, error: BaseException) -> words.Failed:
         together = isinstance(command, COLLECTIVE)
         if isinstance(error, PlanBroken) and (cause := _own(error)) is not None:
             error = cause
-        text = "".join(tracebacks.format_exception(error))[-_TRACEBACK_CHARS:]
-        hint = error.hint if isinstance(error, ManyhandsError) else None
-        message = error.message if isinstance(error, ManyhandsError) else f"{_name(error)}: {error}"
+        text = traceback_of(error)
+        hint = sayable(error.hint) if isinstance(error, ManyhandsError) and error.hint else None
+        message = error.message if isinstance(error, ManyhandsError) else words_of(error)
         what = type(command).__name__
         kind = "error"
         if isinstance(error, NotAllowed):
@@ -117,14 +134,10 @@ class Servant:
         ended = kind == "broken" or (together and kind == "error")
         if ended:
             self._workshop.close()
-        return words.Failed(command.id, kind, message[:_MESSAGE_CHARS], hint, text, ended)
+        return words.Failed(command.id, kind, sayable(message), hint, text, ended)
 
 
 def _own(broken: PlanBroken) -> Exception | None:
     """What this worker raised in the middle of something, if that has broken the plan."""
     cause = broken.__cause__
     return None if isinstance(cause, LinkError) or not isinstance(cause, Exception) else cause
-
-
-def _name(error: Exception) -> str:
-    return type(error).__name__

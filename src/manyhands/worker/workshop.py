@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 
 from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.open import open_group
-from manyhands.core.address import HubAddress
+from manyhands.core.address import HubAddress, check_run
 from manyhands.core.errors import UsageError
 from manyhands.core.plan import Plan
 from manyhands.stages import commands as words
+from manyhands.stages.carrier import exchanging
 from manyhands.stages.layers import Spec, build
 from manyhands.stages.pipeline import Pipeline
-from manyhands.stages.recipes import arguments, resolve
+from manyhands.stages.recipes import NotAllowed, arguments, resolve
 from manyhands.wire.tensors import spec_of
 
 COLLECTIVE = (
@@ -45,8 +46,15 @@ def device_of(name: str | None) -> torch.device:
 class Workshop:
     """One command at a time. `close` leaves the plan; a next `Build` begins another."""
 
-    def __init__(self, address: HubAddress, device: torch.device, allowed: Sequence[str]) -> None:
+    def __init__(
+        self,
+        address: HubAddress,
+        device: torch.device,
+        allowed: Sequence[str],
+        memory_bytes: int | None = None,
+    ) -> None:
         self._address, self._device, self._allowed = address, device, tuple(allowed)
+        self._memory_bytes = memory_bytes  # for parameters and buffers, at most
         self._modules: dict[int, nn.Module] = {}  # by their place in the plan
         self._group: ManyhandsGroup | None = None
         self._pipeline: Pipeline | None = None
@@ -114,13 +122,34 @@ class Workshop:
             index: Spec(resolve(recipe, nn.Module, self._allowed), arguments(recipe), ())
             for index, recipe in command.layers
         }
+        self._check_size(specs.values())
         self._modules = {
             index: build(spec, index, seed=command.seed, device=self._device)
             for index, spec in specs.items()
         }
 
+    def _check_size(self, specs: Iterable[Spec]) -> None:
+        """Before memory is taken. A machine that runs out of it may kill any of its processes."""
+        if self._memory_bytes is None:
+            return
+        needed = 0
+        for spec in specs:
+            try:
+                outline = spec.outline()
+            except Exception:  # noqa: BLE001, S112  (raised again when it is built)
+                continue  # or its constructor looks at values, which an outline has not
+            needed += sum(t.nbytes for t in [*outline.parameters(), *outline.buffers()])
+            if needed > self._memory_bytes:
+                raise NotAllowed(
+                    f"these layers have more than {needed / (1 << 20):.1f} MiB of parameters, and "
+                    f"this worker offers {self._memory_bytes / (1 << 20):.1f}",
+                    hint="more workers, or one with more memory (--memory MIB)",
+                )
+
     def _enter(self, command: words.Enter) -> None:
+        self.close()  # a plan at a time
         plan = Plan.from_json(command.plan)
+        check_run(command.run)
         elsewhere = Spec(nn.Identity, {}, ())
         model = [self._modules.get(index, elsewhere) for index in range(len(plan.layers))]
         self._group = open_group(
@@ -157,16 +186,18 @@ class Workshop:
     def _send(self) -> None:
         state = self._state()
         assert self._group is not None
-        sent = [self._group.send([tensor.contiguous()], 0) for _, _, tensor in state]
-        for work in sent:
-            work.wait()
+        with exchanging():
+            sent = [self._group.send([tensor.contiguous()], 0) for _, _, tensor in state]
+            for work in sent:
+                work.wait()
 
     def _receive(self) -> None:
         state = self._state()
         assert self._group is not None
         for _, _, tensor in state:
             came = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            self._group.recv([came], 0).wait()
+            with exchanging():
+                self._group.recv([came], 0).wait()
             with torch.no_grad():
                 tensor.copy_(came)  # a state_dict shows the layer's own memory
 

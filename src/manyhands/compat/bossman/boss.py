@@ -27,11 +27,12 @@ from manyhands.compat.bossman.errors import WorkerFailed, WorkerRefused
 from manyhands.compat.bossman.variables import Variable, variables_of
 from manyhands.core.boss import lines_for, listening
 from manyhands.core.errors import LinkBroken, LinkError, UsageError
-from manyhands.core.plan import Plan, ScheduleName
+from manyhands.core.plan import Plan, ScheduleName, Stage
 from manyhands.links.hub import Hub
 from manyhands.planner.cost import PeerPower
 from manyhands.planner.partition import partition
 from manyhands.stages import commands as words
+from manyhands.stages.carrier import exchanging
 from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.layers import Spec, specs_of
 from manyhands.stages.pipeline import Pipeline
@@ -268,7 +269,8 @@ class BossMan:
             for rank, entries in enumerate(places, 1):
                 for entry in entries:
                     tensor = empty(entry.spec, _MAX_TENSOR_BYTES)
-                    group.recv([tensor], rank).wait()
+                    with exchanging():
+                        group.recv([tensor], rank).wait()
                     state[_key(entry)] = tensor
             return state
 
@@ -291,13 +293,14 @@ class BossMan:
                 raise UsageError(f"{name} is {spec_of(tensor)}, the model has {wanted[name]}")
 
         def own() -> None:
-            sent = [
-                group.send([plain[_key(entry)]], rank)
-                for rank, entries in enumerate(places, 1)
-                for entry in entries
-            ]
-            for work in sent:
-                work.wait()
+            with exchanging():
+                sent = [
+                    group.send([plain[_key(entry)]], rank)
+                    for rank, entries in enumerate(places, 1)
+                    for entry in entries
+                ]
+                for work in sent:
+                    work.wait()
 
         await self._ask(lambda number, _: words.Load(number), own)
 
@@ -370,8 +373,10 @@ class BossMan:
         self._in_plan()
         outcome: Outcome[None] = await self._call(lambda number, _: words.Describe(number), None)
         self._judge(outcome)
-        found = [outcome.answers[worker] for worker in self._workers]
-        return [answer.entries for answer in found if isinstance(answer, words.Done)]
+        return [
+            _entries(worker.name, outcome.answers[worker], stage)
+            for worker, stage in zip(self._workers, self.plan.stages[1:-1], strict=True)
+        ]
 
     async def _ask(
         self, make: Callable[[int, Worker], words.Command], own: Callable[[], T] | None = None
@@ -399,6 +404,11 @@ class BossMan:
                 seen = answer.traceback if answer.kind == "error" else ""
                 raise kind(worker.name, answer.message, seen, hint=answer.hint, ended=answer.ended)
         error = outcome.error
+        if error is None and not outcome.lost:
+            for worker, answer in outcome.answers.items():
+                if isinstance(answer, words.Failed) and answer.kind == "shared":
+                    self._end()  # of an error that all have the boss would know, too
+                    raise WorkerFailed(worker.name, answer.message, hint=answer.hint, ended=True)
         broken = [a for a in outcome.answers.values() if isinstance(a, words.Failed) and a.ended]
         if outcome.lost or broken or isinstance(error, PlanBroken):
             self._end()
@@ -458,6 +468,15 @@ def _parts(tensors: Tensors) -> tuple[Tensor, ...]:
 def _leaf(tensor: Tensor, keep: bool) -> Tensor:
     leaf = tensor.detach()
     return leaf.requires_grad_() if keep and leaf.is_floating_point() else leaf
+
+
+def _entries(worker: str, answer: words.Answer, stage: Stage) -> tuple[words.Entry, ...]:
+    """What a worker says that it has, if it is of its own layers. Raises WorkerFailed."""
+    entries = answer.entries if isinstance(answer, words.Done) else ()
+    keys = {(entry.layer, entry.name) for entry in entries}
+    if len(keys) < len(entries) or any(not stage.first <= key[0] < stage.end for key in keys):
+        raise WorkerFailed(worker, "it says that it has the state of layers that are not its own")
+    return entries
 
 
 def _key(entry: words.Entry) -> str:

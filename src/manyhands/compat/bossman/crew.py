@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Self, TypeVar, overload
@@ -27,7 +28,7 @@ from manyhands.core.errors import (
     UsageError,
     WireError,
 )
-from manyhands.core.peers import PeerId, View
+from manyhands.core.peers import PEER_NAME_HINT, PeerId, View, is_peer_name
 from manyhands.links.base import Delivery, dial, new_peer
 from manyhands.links.hub import Hub
 from manyhands.links.messages import Ready
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 ANSWER_S = 1800.0  # for a worker that lives
 _PARTING_S = 2.0
+_SHOWN = 8  # of those who were turned away
+_MOST_WARNED = 1000
 
 
 class Worker(NamedTuple):
@@ -67,7 +70,9 @@ class Crew(Sequence[Worker]):
         self._changed = threading.Condition()
         self._workers: dict[int, Worker] = {}  # by incarnation
         self._answers: dict[tuple[int, int], words.Answer] = {}  # by command, worker
-        self._turned_away: list[str] = []
+        self._turned_away: deque[str] = deque(maxlen=_SHOWN)
+        self._warned: set[int] = set()  # incarnations that were told off, once
+        self._asked = 0  # the command whose answers count
         self._error: ManyhandsError | None = None
         self._closed = False
         self._turn = threading.Lock()  # one command at a time
@@ -147,6 +152,8 @@ class Crew(Sequence[Worker]):
         """
         with self._turn:
             number = next(self._numbers)
+            with self._changed:
+                self._asked = number
             for worker in workers:
                 with contextlib.suppress(PeerGone):  # the answers will tell
                     words.say(self._link, worker.peer, make(number, worker))
@@ -232,30 +239,45 @@ class Crew(Sequence[Worker]):
         try:
             word = words.heard_by_boss(delivery)
         except WireError as error:
-            log.warning("not understood: %s", error)
+            if self._is_first(sender):
+                log.warning("not understood: %s", error)
             return
         if isinstance(word, words.Offer):
             reason = self._admit(word, sender)
-            if reason is not None:
-                log.warning("worker %s (%s) is turned away: %s", word.name, sender, reason)
+            if reason is not None and self._is_first(sender):
+                log.warning("worker %r (%s) is turned away: %s", word.name, sender, reason)
                 with contextlib.suppress(PeerGone):
                     words.say(self._link, sender, words.Refuse(reason))
             return
         with self._changed:
-            if sender.incarnation in self._workers:
+            # What nobody waits for is not kept: it may come without end.
+            if sender.incarnation in self._workers and word.id == self._asked:
                 self._answers[word.id, sender.incarnation] = word
                 self._changed.notify_all()
+
+    def _is_first(self, sender: PeerId) -> bool:
+        """Whether this is the first wrong word of a sender: one that goes on fills no log."""
+        if len(self._warned) >= _MOST_WARNED:
+            self._warned.clear()
+        first = sender.incarnation not in self._warned
+        self._warned.add(sender.incarnation)
+        return first
 
     def _admit(self, offer: words.Offer, peer: PeerId) -> str | None:
         """Why not, if not."""
         with self._changed:
+            if peer.incarnation in self._workers:
+                return "it is here already, and says so once more"
             reason = None
-            if offer.name in {words.BOSS, *(w.name for w in self._workers.values())}:
+            shown = offer.name if is_peer_name(offer.name) else repr(offer.name)
+            if not (is_peer_name(offer.name) and is_peer_name(offer.device)):
+                reason = f"its name or its device cannot be: {PEER_NAME_HINT}"
+            elif offer.name in {words.BOSS, *(w.name for w in self._workers.values())}:
                 reason = f"there is a peer named {offer.name} already: a name of its own for each"
             elif len(self._workers) >= self._num_wanted:
                 reason = f"all {self._num_wanted} workers are here"
             if reason is not None:
-                self._turned_away.append(f"{offer.name} ({reason})")
+                self._turned_away.append(f"{shown} ({reason})")
                 return reason
             self._workers[peer.incarnation] = Worker(
                 offer.name, offer.device, offer.free_bytes, peer

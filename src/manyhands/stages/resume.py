@@ -1,0 +1,54 @@
+"""Resume: what whoever ran a plan that broke is told: who is gone, and the command that goes on."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from manyhands.core.address import redact
+
+
+def again(
+    num_peers: int, environ: Mapping[str, str], arguments: Sequence[str], *, saved: bool = True
+) -> str:
+    """The command that starts this program once more, for one peer less than these.
+
+    Of a launcher that started only some of them nobody here knows which are left: its command is
+    said as it was, for the machines that are.
+    """
+    left = str(max(1, num_peers - 1))
+    said = environ.get("MANYHANDS_AGAIN")
+    if said is not None:
+        words = shlex.split(said)
+        # `manyhands run` puts its own options first, and --resume after them.
+        options = words[: words.index("--resume")] if "--resume" in words else []
+        if ["-n", str(num_peers)] in [options[i : i + 2] for i in range(len(options))]:
+            for option in {"-n", "--min-peers"} & {*options}:
+                words[words.index(option) + 1] = left
+        if options and not saved:
+            words.remove("--resume")
+        return shlex.join(words)
+    if environ.get("LOCAL_WORLD_SIZE") == str(num_peers):
+        return shlex.join(["torchrun", "--nproc-per-node", left, *arguments])
+    return shlex.join(["python", *arguments])
+
+
+def hint(command: str, saved: tuple[str, int] | None) -> str:
+    """From the newest checkpoint, given as its place and how many steps it has; or from nothing."""
+    if saved is None:
+        return f"nothing was saved; to start anew with the peers that are left: {command}"
+    url, num_steps = saved
+    return (
+        f"to go on after step {num_steps} with the peers that are left, from what is saved in "
+        f"{redact(url)}, on a plan for them: {command}"
+    )
+
+
+def named(reason: str, peers: Sequence[str]) -> str:
+    """Links speak of ranks: with which peers of the plan these are."""
+    ranks = {int(rank) for rank in re.findall(r"\brank (\d+) \(", reason)}
+    legend = ", ".join(
+        f"rank {rank} is peer {peers[rank]}" for rank in sorted(ranks) if rank < len(peers)
+    )
+    return f"{reason} ({legend})" if legend else reason
