@@ -25,6 +25,7 @@ MAY_LOAD_TORCH = (
     *("manyhands.worker.servant", "manyhands.worker.workshop"),
     *(f"manyhands.compat.bossman.{name}" for name in ("boss", "cost", "crew", "layers")),
     "manyhands.compat.bossman.variables",
+    "manyhands.compat.fluxdistributed.",
     *(
         f"manyhands.compat.deepbooster.{name}"
         for name in ("dataset", "learner", "trainer", "training")

@@ -31,6 +31,8 @@ def together(model_of, workers=2, table=None, **options):
     """syncgrads and getgrads, as threads: what each of them returned or raised, main first."""
     where = f"local:///{secrets.token_hex(8)}"
     table = data(52) if table is None else table
+    # One by one: threads share the generator that models draw from.
+    models = [model_of(rank) for rank in range(workers + 1)]
 
     def act(rank):
         group = connect(where, rank=rank, workers=workers, meet_s=60, timeout_s=60)
@@ -38,7 +40,7 @@ def together(model_of, workers=2, table=None, **options):
             if rank == 0:
                 return syncgrads(group)
             return getgrads(
-                *(F.cross_entropy, model_of(rank), table, SGD, 4),
+                *(F.cross_entropy, models[rank], table, SGD, 4),
                 group=group,
                 device="cpu",
                 **{"logger": quiet, **options},

@@ -9,13 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from manyhands.compat.fluxdistributed import BadGradient, prepare_training, train
+from manyhands.compat.fluxdistributed import prepare_training, train
 from manyhands.core.errors import UsageError
+from manyhands.data.chance import generator
+from manyhands.data.order import Order
+from manyhands.data.table import BadSample
 from tests.compat.fluxdistributed.models import (
     ADAM,
     CLASSES,
     FEATURES,
     SGD,
+    Seen,
     close,
     data,
     mlp,
@@ -24,20 +28,6 @@ from tests.compat.fluxdistributed.models import (
     same,
     trained,
 )
-
-
-class Seen:
-    """A table that remembers what was read."""
-
-    def __init__(self, table):
-        self.table, self.places = table, []
-
-    def __len__(self):
-        return len(self.table)
-
-    def __getitem__(self, place):
-        self.places.append(place)
-        return self.table[place]
 
 
 @pytest.mark.parametrize("opt", [SGD, ADAM], ids=["sgd", "adam"])
@@ -80,7 +70,7 @@ def test_one_device_is_plain_torch_to_the_bit():
 def test_replicas_are_equal_after_each_step(make):
     """Statistics of BatchNorm too, and after a step in which a device had no rows."""
     dtype = torch.float64 if make is mlp else torch.float32
-    table = data(50, dtype=dtype)  # 4 * 12 + 2: two rows for the first of four devices
+    table = data(50, dtype=dtype)  # 4 * 12 + 2: two rows for four devices
     setup, buffer = prepare_training(make(), table, ["cpu"] * 4, ADAM, 3, epochs=2)
     states = [[] for _ in setup.models]
     ranks = {id(optimizer): rank for rank, optimizer in enumerate(setup.optimizers)}
@@ -101,7 +91,7 @@ def test_replicas_are_equal_after_each_step(make):
 
 
 def test_a_device_without_rows_takes_the_statistics_of_the_others():
-    table = data(2, dtype=torch.float32)
+    table = data(1, dtype=torch.float32)
     setup, _ = trained(normed(), table, ["cpu"] * 2, 2, options={"cycles": 1})
     alone, _ = trained(normed(), table, ["cpu"], 4, options={"cycles": 1})
     assert same(setup.models[0], alone.models[0])
@@ -129,9 +119,17 @@ def test_buffers_that_nobody_writes_stay_what_they_are():
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_each_epoch_has_every_sample_once(devices):
-    read = Seen(data(50))
-    trained(mlp(), read, ["cpu"] * devices, 4, options={"epochs": 3})
-    assert sorted(read.places) == sorted([*range(50)] * 3)
+    computed = []
+
+    class Notes(nn.Linear):
+        def forward(self, x):
+            computed.extend(x[:, 0].tolist())
+            return super().forward(x)
+
+    numbers = torch.arange(50.0)[:, None]
+    table = torch.utils.data.TensorDataset(numbers, torch.zeros(50).long())
+    trained(Notes(1, 2), table, ["cpu"] * devices, 4, options={"epochs": 3})
+    assert sorted(computed) == sorted([*range(50)] * 3)
 
 
 def test_cycles_are_steps_and_the_order_depends_on_the_seed():
@@ -167,6 +165,62 @@ def test_the_users_model_and_torchs_generators_stay_as_they_were():
     trained(model, data(), ["cpu"], 4)
     assert same(model, before)
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class Torn(Seen):
+    """Some samples of which are bad."""
+
+    def __init__(self, table, bad):
+        super().__init__(table)
+        self.bad = bad
+
+    def __getitem__(self, place):
+        if place in self.bad:
+            raise BadSample(f"file {place}", "cut short")
+        return super().__getitem__(place)
+
+
+SECOND = set(Order(50, seed=0, epoch=0).indices(8, 16).tolist())  # all of the second step
+
+
+@pytest.mark.parametrize("bad", [{3, 17, 40}, SECOND], ids=["three", "a whole step"])
+def test_bad_samples_are_left_out_and_counted(bad):
+    runs = []
+    for devices, batchsize in ((1, 8), (4, 2)):
+        read = Torn(data(50), bad)
+        setup, result = trained(
+            *(mlp(), read, ["cpu"] * devices, batchsize),
+            options={"epochs": 1, "bad": "skip"},
+            log_every=1,
+        )
+        assert result.steps == 7  # those of nothing but bad ones are steps, too
+        assert result.history[-1]["data/bad"] == len(bad)
+        assert set(read.places) == set(range(50)) - bad
+        assert all(same(model, setup.models[0]) for model in setup.models)
+        runs.append(setup.models[0])
+    close(*runs)
+    assert not same(runs[0], mlp())
+
+
+def test_bad_samples_are_replaced_or_raised():
+    _, result = trained(
+        *(mlp(), Torn(data(50), {3}), ["cpu"] * 2, 4), options={"epochs": 1, "bad": "replace"}
+    )
+    assert result.steps == 7
+    with pytest.raises(BadSample, match="file 3: cut short"):
+        trained(mlp(), Torn(data(50), {3}), ["cpu"] * 2, 4, options={"epochs": 1})
+    with pytest.raises(UsageError):
+        trained(mlp(), data(50), ["cpu"], 4, options={"bad": "ignore"})
+
+
+def test_random_transforms_draw_the_same_at_any_number_of_devices():
+    def noisy(x):
+        return x + 0.1 * torch.randn(x.shape, generator=generator(), dtype=x.dtype)
+
+    options = {"epochs": 2, "transform": noisy}
+    one, _ = trained(mlp(), data(50), ["cpu"], 8, options=options)
+    many, _ = trained(mlp(), data(50), ["cpu"] * 4, 2, options=options)
+    close(one.models[0], many.models[0])
 
 
 # -- optimizers and schedules ---------------------------------------------------------------------
@@ -339,102 +393,12 @@ def test_rows_have_the_keys_of_all_loggers():
     )
     assert [step for step, _ in rows] == [3, 6, 9, 12, 14]
     assert rows[1][1].keys() == {
-        *("train/loss", "lr", "epoch", "perf/samples_per_s", "data/wait_s", "oom/skipped"),
+        *("train/loss", "lr", "epoch", "perf/samples_per_s", "data/wait_s", "data/bad"),
+        "oom/skipped",
         *("val/loss", "val/top1", "val/top5", "val/top10"),
     }
     assert [row["epoch"] for _, row in rows[:4]] == [0, 0, 1, 1]
     assert [{"step": step, **row} for step, row in rows] == result.history
-
-
-# -- what goes wrong ------------------------------------------------------------------------------
-
-
-def test_a_nan_stops_everybody_before_it_is_taken():
-    x, y = data(16)[:]
-    x[11, 0] = float("nan")
-    setup, buffer = prepare_training(
-        normed().double(), torch.utils.data.TensorDataset(x, y), ["cpu"] * 2, SGD, 4, epochs=2
-    )
-    with pytest.raises(BadGradient, match=r"the mean gradient of step \d has NaNs"):
-        train(F.cross_entropy, setup, buffer, logger=quiet)
-    assert same(*setup.models)
-    assert not any(tensor.isnan().any() for tensor in setup.models[0].state_dict().values())
-
-
-def test_what_one_device_raises_ends_all_and_is_raised():
-    class Odd(nn.Linear):
-        def forward(self, x):
-            if x[:, 0].min() < -100:
-                raise ZeroDivisionError("this row")
-            return super().forward(x)
-
-    x, y = data(16)[:]
-    x[5, 0] = -1000.0
-    table = torch.utils.data.TensorDataset(x, y)
-    model = Odd(FEATURES, CLASSES).double()
-    setup, buffer = prepare_training(model, table, ["cpu"] * 3, SGD, 2, epochs=1)
-    with pytest.raises(ZeroDivisionError, match="this row"):
-        train(F.cross_entropy, setup, buffer, logger=quiet)
-    assert same(setup.models[0], setup.models[1])
-    assert same(setup.models[0], setup.models[2])
-
-
-def test_what_reading_raises_ends_all_and_is_raised():
-    class Torn(Seen):
-        def __getitem__(self, place):
-            if place == 13:
-                raise OSError("disk")
-            return super().__getitem__(place)
-
-    with pytest.raises(OSError, match="disk"):
-        trained(mlp(), Torn(data(40)), ["cpu"] * 3, 2, options={"epochs": 1})
-
-
-def test_a_label_that_the_model_has_no_output_for():
-    x, y = data(16)[:]
-    y[9] = CLASSES
-    table = torch.utils.data.TensorDataset(x, y)
-    with pytest.raises(UsageError, match="class 4, but the model has 4 outputs"):
-        trained(mlp(), table, ["cpu"] * 2, 4, options={"epochs": 1})
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ({"on_oom": "wait"}, "on_oom='wait'"),
-        ({"log_every": 0}, "log_every=0"),
-        ({"val": 3}, "val is a int"),
-        ({"val": []}, "val is empty"),
-        ({"resume": True}, "resume=True without save"),
-        ({"logger": object()}, "object is no logger"),
-    ],
-)
-def test_bad_options_are_refused(how, said):
-    with pytest.raises(UsageError, match=said):
-        trained(mlp(), data(), ["cpu"], 4, **how)
-
-
-def test_a_loss_that_is_no_mean_is_refused():
-    setup, buffer = prepare_training(mlp(), data(), ["cpu"], SGD, 4)
-    with pytest.raises(UsageError, match="reduction='sum'"):
-        train(nn.CrossEntropyLoss(reduction="sum"), setup, buffer, logger=quiet)
-
-
-def test_a_buffer_of_another_setup_is_refused():
-    setup, _ = prepare_training(mlp(), data(), ["cpu"], SGD, 4)
-    _, other = prepare_training(mlp(), data(), ["cpu", "cpu"], SGD, 4)
-    with pytest.raises(UsageError, match="2 slots for 1 devices"):
-        train(F.cross_entropy, setup, other, logger=quiet)
-
-
-def test_replicas_that_were_changed_by_hand_are_found():
-    from manyhands.compat.fluxdistributed import NotSynced
-
-    setup, buffer = prepare_training(mlp(), data(), ["cpu"] * 2, SGD, 4)
-    with torch.no_grad():
-        setup.models[1][0].bias[0] += 1
-    with pytest.raises(NotSynced, match=r"0\.bias of replica 1 \(cpu\)"):
-        train(F.cross_entropy, setup, buffer, logger=quiet)
 
 
 def test_inputs_may_be_several():

@@ -9,7 +9,7 @@ import torch
 
 from manyhands.stages.carrier import Carrier
 
-_PLAIN = 2  # loss, done
+_PLAIN = 3  # loss, done, bad
 
 
 class Verdict(NamedTuple):
@@ -18,6 +18,7 @@ class Verdict(NamedTuple):
     rows: tuple[int, ...]  # of each rank
     loss: float  # mean over all rows
     done: int  # how many have nothing more to do
+    bad: int  # samples that they have met
     short: tuple[int, ...]  # ranks of those that ran out of memory
     used: list[bool]  # leaves, by any device
 
@@ -39,23 +40,25 @@ def vote(
     rows: int = 0,
     loss: float = 0.0,
     done: bool = False,
+    bad: int = 0,
     short: bool = False,
     used: Sequence[bool] = (),
 ) -> Verdict:
     """Before a step is taken. All devices call it; `loss` is the mean of this one's rows."""
     world = carrier.size
     ballot = torch.zeros(_PLAIN + 2 * world + num_leaves, dtype=torch.float64)
-    ballot[0], ballot[1] = loss * rows, done
+    ballot[0], ballot[1], ballot[2] = loss * rows, done, bad
     ballot[_PLAIN + carrier.rank] = rows
     ballot[_PLAIN + world + carrier.rank] = short
     if used:
         ballot[_PLAIN + 2 * world :] = torch.tensor(used, dtype=torch.float64)
-    summed, ended, *rest = _counted(carrier, ballot)
+    summed, ended, met, *rest = _counted(carrier, ballot)
     each = tuple(int(count) for count in rest[:world])
     return Verdict(
         rows=each,
         loss=summed / max(1, sum(each)),
         done=int(ended),
+        bad=int(met),
         short=tuple(rank for rank in range(world) if rest[world + rank]),
         used=[bool(count) for count in rest[2 * world :]],
     )

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from manyhands.compat.fluxdistributed.ballot import Verdict, confirm, vote
 from manyhands.compat.fluxdistributed.buffer import Slot, check_nans
 from manyhands.compat.fluxdistributed.errors import BadGradient, Bystander, TrainingBroken
-from manyhands.compat.fluxdistributed.feed import Batch, Feed, block_of
+from manyhands.compat.fluxdistributed.feed import Batch, Feed
 from manyhands.compat.fluxdistributed.judge import Judge
 from manyhands.compat.fluxdistributed.kept import Kept
 from manyhands.compat.fluxdistributed.memory import give_back, is_out_of_memory
@@ -114,6 +114,7 @@ class Loop:
         self._now, self._judge = standing, judge
         self._log = log_row if crew.rank == 0 else None
         self._history: list[dict[str, float]] = []
+        self._num_bad = 0
         self._since, self._rows_since, self._waited = time.monotonic(), 0, 0.0
 
     def run(self) -> Outcome:
@@ -178,6 +179,7 @@ class Loop:
                 len(replica.slot.layout.leaves),
                 rows=batch.rows,
                 loss=value,
+                bad=self._feed.num_bad,
                 short=own is not None,
                 used=() if own is not None else replica.slot.used,
             )
@@ -189,6 +191,7 @@ class Loop:
             if own is not None:
                 raise own
             raise Bystander(f"{self._short(verdict)} ran out of memory in step {self._now.step}")
+        self._num_bad = verdict.bad
         return verdict
 
     def _computed(self, batch: Batch, before: Kept) -> float:
@@ -225,7 +228,7 @@ class Loop:
         """Whether the step is tried again, in smaller pieces; else it is skipped. All alike."""
         now = self._now
         rows = self._course.calendar.num_samples(now.step)
-        most = len(block_of(rows, 0, self._course.terms.rows // self._crew.size))
+        most = -(-rows // self._crew.size)  # of any device
         if self._course.on_oom == "split" and now.pieces < most:
             now.pieces = min(2 * now.pieces, most)
             self._warn(
@@ -324,6 +327,7 @@ class Loop:
             "epoch": float(self._course.calendar.span(self._now.step - 1).epoch),
             "perf/samples_per_s": rows / max(passed, 1e-9),
             "data/wait_s": waited,
+            "data/bad": float(self._num_bad),
             "oom/skipped": float(self._now.skipped),
         }
 

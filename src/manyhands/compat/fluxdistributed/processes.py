@@ -25,6 +25,7 @@ from manyhands.collectives.backend.open import open_group
 from manyhands.compat.fluxdistributed.ballot import confirm, vote
 from manyhands.compat.fluxdistributed.buffer import Slot
 from manyhands.compat.fluxdistributed.devices import Device, resolve
+from manyhands.compat.fluxdistributed.feed import Bad
 from manyhands.compat.fluxdistributed.hands import PATIENCE_S
 from manyhands.compat.fluxdistributed.layout import Layout
 from manyhands.compat.fluxdistributed.logs import desk_for
@@ -132,6 +133,7 @@ def getgrads(
     seed: int = 0,
     transform: Callable[[Any], Any] | None = None,
     drop_last: bool = False,
+    bad: Bad = "raise",
     val: Any = None,  # noqa: ANN401
     sched: Schedule | None = None,
     log_every: int = 10,
@@ -162,6 +164,7 @@ def getgrads(
         seed=seed,
         transform=transform,
         drop_last=drop_last,
+        bad=bad,
     )
     everybody = GroupCarrier(group, place)
     setup, buffer = prepare(model, key, (place,), opt, options, world=num_workers)

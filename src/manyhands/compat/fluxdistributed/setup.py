@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from manyhands.compat.fluxdistributed.buffer import Buffer
 from manyhands.compat.fluxdistributed.devices import Device, resolve
+from manyhands.compat.fluxdistributed.feed import Bad
 from manyhands.compat.fluxdistributed.optimizers import Opt, optimizer_for
 from manyhands.compat.fluxdistributed.rows import table_of
 from manyhands.compat.fluxdistributed.saving import Terms
@@ -79,6 +80,7 @@ def prepare_training(
     seed: int = 0,
     transform: Callable[[Any], Any] | None = None,
     drop_last: bool = False,
+    bad: Bad = "raise",
 ) -> Prepared:
     """A replica of `model`, an optimizer and a gradient buffer for each device.
 
@@ -86,7 +88,10 @@ def prepare_training(
     path, or a tree), or any table of (x, label): a map-style torch data set. `batchsize` is that
     of one device. The training has `epochs` epochs, each sample once in each, or without it
     `cycles` steps. `classes` keeps rows of these ids only, which count from 0 and stay what they
-    are. `transform` makes x of what is read. Raises UsageError.
+    are. `transform` makes x of what is read; what it draws from `mh.data.generator()` is the same
+    at any number of devices. `bad` samples, such as files that are no image, end the training
+    ("raise"), are left out ("skip"), or others take their place ("replace"); they are counted.
+    Raises UsageError.
 
     Call it in one thread; when it returns, everything is in place and nothing runs.
     """
@@ -108,6 +113,7 @@ def prepare_training(
         seed=seed,
         transform=transform,
         drop_last=drop_last,
+        bad=bad,
     )
     return prepare(model, key, places, opt, options, world=len(places))
 
@@ -125,6 +131,7 @@ class Options:
     seed: int
     transform: Callable[[Any], Any] | None
     drop_last: bool
+    bad: Bad
 
     def __post_init__(self) -> None:
         for name in ("batchsize", "buffersize", "cycles", "epochs"):

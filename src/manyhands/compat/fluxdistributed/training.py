@@ -198,10 +198,10 @@ def feed_for(setup: Setup, rank: int, world: int, first: int) -> Feed:
     return Feed(
         setup.source,
         seed=setup.options.seed,
+        bad=setup.options.bad,
         rank=rank,
         world=world,
         first=first,
-        stop=setup.steps,
         ahead=setup.options.buffersize,
     )
 
