@@ -25,15 +25,17 @@ def play(child: Any) -> None:
     with mh.join(**place, seed=SEED) as run:
         data = DataLoader(Points(), BATCH, shuffle=True)
         _, _, loader, _ = run.wrap(model, optimizer, data, epochs=epochs)
-        agreed = wanted(run, child, loader, model, optimizer, wish, epochs)
+        linger_s = train.get("linger_s", 0.0)
+        agreed = wanted(run, child, loader, model, optimizer, wish, epochs, linger_s)
         child.say({"stopped": run.round, "at": agreed.round, "value": float(agreed)})
 
 
-def wanted(run, child, loader, model, optimizer, wish, epochs):
+def wanted(run, child, loader, model, optimizer, wish, epochs, linger_s):
     for _ in range(epochs):
         for x, y in loader:
             at = run.round
             child.pass_by("forward", at)
+            child.linger(linger_s)
             agreed = run.agree(wish, "stop after")
             criterion(model(x), y).backward()
             child.pass_by("backward", at)
