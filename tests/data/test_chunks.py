@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from manyhands.core.errors import DataError, UsageError
 from manyhands.data.chunks import check_json, split
 
+from .registry.conftest import patient
+
 
 @pytest.fixture
 def data(tmp_path):
@@ -79,6 +81,7 @@ def test_what_cannot_be_split(data, tmp_path):
         split(data, 1)
 
 
+@patient
 @given(st.binary(max_size=30))
 def test_json_is_what_python_reads(text):
     try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -114,7 +114,7 @@ def dataset(
             raise UsageError("path and project contradict each other", hint="give one of them")
         return _given(parsed, path)
     if project is None:
-        return find(parsed, [read for _, read in search()])
+        return find(parsed, (read for _, read in search()))
     return find(parsed, [load_project(project)])
 
 
@@ -159,12 +159,18 @@ def search_path(
     return [Place(file, named) for file, named in files.items()]
 
 
-def find(spec: Spec, projects: Sequence[Project | None]) -> DataSet:
-    """The data set of the first project that has its name. Raises UsageError."""
-    there = [project for project in projects if project is not None]
-    for project in there:
+def find(spec: Spec, projects: Iterable[Project | None]) -> DataSet:
+    """The data set of the first project that has its name; no further one is asked for.
+
+    Raises UsageError.
+    """
+    there: list[Project] = []
+    for project in projects:
+        if project is None:
+            continue
         if (entry := project.entries.get(spec.name)) is not None:
             return of_entry(entry, project, spec)
+        there.append(project)
     names = sorted({name for project in there for name in project.entries})
     near = difflib.get_close_matches(spec.name, names, n=3)
     looked = ", ".join(project.file for project in there) or f"no {FILE_NAME} was found"

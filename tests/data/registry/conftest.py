@@ -6,6 +6,7 @@ import base64
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 CONTENT = {
     "hello.txt": b"Hello\n",
@@ -60,3 +61,7 @@ def config(storage, name="content", **more):
     """What a Data.toml with one entry holds."""
     entry = {"name": name, "uuid": "b498f769-a7f6-4f67-8d74-40b770398f26", "storage": storage}
     return {"data_config_version": 1, "datasets": [entry | more]}
+
+
+# A machine that is busy with other things makes no example wrong.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

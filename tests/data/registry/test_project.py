@@ -14,6 +14,8 @@ from manyhands.data.drivers import DRIVERS, open_storage
 from manyhands.data.project import EXAMPLE, make_project, parse_project, read_project
 from manyhands.data.registry import dataset
 
+from .conftest import patient
+
 VERSION_0 = """
 # As files were before names had a '/'.
 data_config_version=0
@@ -278,6 +280,7 @@ ENTRIES = st.fixed_dictionaries(
 )
 
 
+@patient
 @given(st.dictionaries(KEYS, VALUES, max_size=6), st.lists(ENTRIES, max_size=3))
 def test_any_table_is_a_project_or_a_usage_error(config, entries):
     for made in (config, config | {"data_config_version": 1, "datasets": entries}):
@@ -288,6 +291,7 @@ def test_any_table_is_a_project_or_a_usage_error(config, entries):
         assert all(one.uuid and one.name for one in project.entries.values())
 
 
+@patient
 @given(st.sampled_from(sorted(DRIVERS)), st.dictionaries(KEYS, VALUES, max_size=6))
 def test_any_storage_is_a_store_or_a_usage_error(driver, storage):
     said = None
@@ -298,6 +302,7 @@ def test_any_storage_is_a_store_or_a_usage_error(driver, storage):
     assert said is None or (said and all(one.startswith("storage.") for one in said))
 
 
+@patient
 @given(st.text(st.sampled_from(VERSION_1 + "\x00é"), max_size=200))
 def test_any_text_is_a_project_or_a_usage_error(text):
     try:
@@ -307,6 +312,7 @@ def test_any_text_is_a_project_or_a_usage_error(text):
     assert "datasets" in tomllib.loads(text)
 
 
+@patient
 @given(st.data())
 def test_a_file_with_a_slip_of_the_pen(data):
     place = data.draw(st.integers(0, len(VERSION_1)))

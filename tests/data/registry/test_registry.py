@@ -119,6 +119,10 @@ def test_a_broken_file_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_DATA_PATH", f"{tmp_path}/bad.toml:{good}")
     with pytest.raises(RegistryError, match=r"bad\.toml has 2 problems"):
         mh.data.dataset("a")
+    monkeypatch.setenv("MANYHANDS_DATA_PATH", f"{good}:{tmp_path}/bad.toml")
+    assert mh.data.dataset("a").file == str(good)  # found before: the other is not needed
+    with pytest.raises(RegistryError, match=r"bad\.toml"):
+        mh.data.dataset("b")
 
 
 def test_a_path_is_given_in_code(folder):

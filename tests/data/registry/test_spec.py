@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from manyhands.core.errors import UsageError
 from manyhands.data.spec import Spec, name_problem, parse_spec, parts_of
 
+from .conftest import patient
+
 VALID = [
     *("a_b", "a-b", "a1", "δεδομένα", "a/b", "a/b/c", "a-"),
     *("b_", "1", "a/1", "123", "12ab/34cd", "1-2-3", "x_-__"),
@@ -74,6 +76,7 @@ def test_what_cannot_be_used_is_told(text, said):
         parse_spec(text)
 
 
+@patient
 @given(st.text())
 def test_any_text_is_a_spec_or_a_usage_error(text):
     try:
@@ -84,6 +87,7 @@ def test_any_text_is_a_spec_or_a_usage_error(text):
     assert ".." not in parts_of(parsed.fragment)
 
 
+@patient
 @given(st.from_regex(r"[a-z]{1,3}(\?[a-c=&%0-9A-F]{0,9})?(#[a-c./%0-9A-F]{0,9})?", fullmatch=True))
 def test_what_is_nearly_a_spec_is_one_or_a_usage_error(text):
     try:
@@ -94,6 +98,7 @@ def test_what_is_nearly_a_spec_is_one_or_a_usage_error(text):
     assert not parsed.fragment.startswith("/")
 
 
+@patient
 @given(st.text(st.characters(codec=None, categories=None), max_size=20))
 def test_a_path_goes_down_only(path):
     try:

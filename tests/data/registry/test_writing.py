@@ -17,6 +17,8 @@ from manyhands.data.project import read_project
 from manyhands.data.registry import dataset
 from manyhands.data.writing import register, render
 
+from .conftest import patient
+
 
 def test_a_file_is_made_and_added_to(folder, tmp_path):
     entry = register("one", folder, description='with "quotes"')
@@ -137,6 +139,7 @@ TABLES = st.recursive(
 )
 
 
+@patient
 @given(TABLES)
 def test_what_is_written_is_what_is_read(table):
     text = "[[datasets]]\n" + render(table)
