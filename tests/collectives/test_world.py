@@ -17,6 +17,7 @@ from tests.collectives.world_directed import (
     LetsAnybodyGoQuietly,
     Liars,
     LostQueues,
+    Orphaned,
     Overtaken,
     Redoing,
     Resumed,
@@ -80,6 +81,7 @@ MUTATIONS = [  # (what is broken, where it shows, schedules within which it must
     (broken.ClosesWithThoseOfAnotherRun, Resumed, 300),
     (RoundMachine, LetsAnybodyGoQuietly, 800),
     (broken.ReleasesDuringACut, TwoLeavers, 150),
+    (broken.WaitsForThoseWhoAreGone, Orphaned, 200),
     (broken.OverlooksThatOthersTookOver, Overtaken, 50),
     (broken.ReportsWhatALostGenerationLeft, Haunted, 200),
     (broken.TakesAnyFill, World, 100),
@@ -103,7 +105,7 @@ DIRECTED = (
     LostQueues, ComingAndGoing, Sniper, Liars, Hurriers, Strangers, Resumed,
     Deadly, Redoing, Shaken, Stopping, Divided,
 )  # fmt: skip
-AMBUSHES = (LastWords, Widows, TwoLeavers, Starved, Overtaken, Haunted)
+AMBUSHES = (LastWords, Widows, TwoLeavers, Starved, Orphaned, Overtaken, Haunted)
 
 
 def first_violation(machine, world, schedules):

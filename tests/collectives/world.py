@@ -572,8 +572,8 @@ class World:
             channel = self.channels[key]
             kept = self.rng.randint(0, len(channel))
             hole = len(channel) > kept
-            while len(channel) > kept:
-                channel.pop()
+            lost = [channel.pop() for _ in range(len(channel) - kept)]
+            channel.extend([GAP] * lost.count(GAP))  # those are the hub's own words
             line = self.view.member(key[1])
             if tell and hole and HUB not in key and line and line.state is PeerState.WATCHING:
                 self.gaps[key[1]] += 1
@@ -593,7 +593,9 @@ class World:
         for peer in removed & {self.peers[n].id for n in self.offline}:
             # Its connection is closed: nothing that it says now, or is told, arrives any more.
             for key in [k for k in self.channels if peer.incarnation in k and HUB not in k]:
+                gaps = self.channels[key].count(GAP)  # of which the hub tells, whoever goes
                 self.channels[key].clear()
+                self.channels[key].extend([GAP] * gaps)
 
     def hear(self, number, word):
         peer, view = self.peers[number].id, self.view
@@ -675,14 +677,23 @@ class World:
     # -- one schedule ------------------------------------------------------------------------
 
     def run(self, limit=8000):
-        """Until nobody active is left. Raises Violation; returns what was counted."""
-        while self.view.peers(PeerState.ACTIVE, PeerState.LEAVING) or self.view.founder:
+        """Until the run is over. Raises Violation; returns what was counted."""
+        while self.goes_on():
             self.steps += 1
             if self.steps > limit:
                 raise Violation("I10 no end in sight")
             self.step()
         self.check_ends()
         return self.count
+
+    def goes_on(self):
+        """Somebody is active, or will be: the first of those left, if it has a state."""
+        if self.view.peers(PeerState.ACTIVE, PeerState.LEAVING) or self.view.founder:
+            return True
+        first = None if self.view.over else next(iter(self.view.roster), None)
+        if first is None or not self.comes_back(first.peer.incarnation):
+            return False
+        return self.peers[first.peer.incarnation].machine.based
 
     def step(self):
         rng = self.rng

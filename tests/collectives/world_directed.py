@@ -408,6 +408,19 @@ class Starved(Ambush):
         return False
 
 
+class Orphaned(Ambush):
+    """All whom the run goes on with die. Who is left has a state, and results of later rounds."""
+
+    def strike(self):
+        watchers = [p for p in self.shown(PeerState.WATCHING) if p.machine.based]
+        later = any(p.machine.book.newest_round() > p.machine.applied for p in watchers)
+        if not later or any(p.machine.ready_told for p in self.shown(PeerState.WATCHING)):
+            return False
+        for peer in self.shown(PeerState.ACTIVE, PeerState.LEAVING):
+            self.kill(peer.number)
+        return True
+
+
 class Overtaken(Ambush):
     """The only member dies; who takes over is behind a watching peer, and nobody knows it."""
 

@@ -64,6 +64,11 @@ class ReleasesDuringACut(RoundMachine):
             super()._fill_in(verdict)
 
 
+class WaitsForThoseWhoAreGone(RoundMachine):
+    def _is_first(self):
+        return self.brought and not self.trusted and super()._is_first()
+
+
 class OverlooksThatOthersTookOver(RoundMachine):
     def _is_passed_over(self, head):
         return False

@@ -61,6 +61,9 @@ def check_results(world, peer):
         return
     if all(tag.cut < world.view.cut for tag in machine.book.attempts(newest)):
         return
+    others = [world.peers[number] for number in machine._following()]
+    if any(is_cut_off(world, other) for other in others):
+        return  # a view will tell
     coming = any(channel for key, channel in world.channels.items() if key[1] == peer.number)
     world.require(coming, f"I10 {peer.id} waits for results that nobody sends")
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import manyhands as mh
 from manyhands.core.errors import LinkBroken, ManyhandsError
-from manyhands.stages.batch import Opening
+from manyhands.stages.batch import Mode, Opening
 from manyhands.stages.carrier import GroupCarrier
 from manyhands.stages.terms import Terms
 from manyhands.stages.values import Given, Kind, Rehearsed
@@ -100,7 +100,7 @@ def terms():
 
 def opening(shape=(3,), dtype="float32", num_rows=4, **more):
     given = Given((Kind(shape, dtype),), True, ())
-    return packed(Opening("step", True, num_rows, given, **more))
+    return packed(Opening(Mode("step", True), num_rows, given, **more))
 
 
 FIRST = packed(Rehearsed(carried=(Kind((3,), "float32"),)))

@@ -131,14 +131,10 @@ class RoundMachine(Cutting):
         if self.view.over:
             text = "the run is over"
             self._stop(StopReason.OVER, text, Resign(False, text))
-        elif self.brought and not self.trusted and self._is_founder():
+        elif self.brought and not self.trusted and self._is_first():
             self._found()
         else:
             self._seek(again=shaken)
-
-    def _is_founder(self) -> bool:
-        """Nobody has a state, and this peer is the first of the roster: there is only one."""
-        return next(iter(self.states)) == self.me and not self._following()
 
     def _look_around(self, *, shaken: bool = False) -> None:
         """Whatever may have become possible with a view. `shaken`: words to others may be lost."""

@@ -180,6 +180,12 @@ class Standing(ABC):
         watching = PeerState.WATCHING
         return [p for p, s in self.states.items() if s is not watching and p != self.me]
 
+    def _is_first(self) -> bool:
+        """Nobody has a state that the run goes on with, and this peer is the first of the roster:
+        there is only one.
+        """
+        return next(iter(self.states), None) == self.me and not self._following()
+
     def _seek(self, *, again: bool = False) -> None:
         """A newcomer asks somebody for the state; `again`: an earlier Ask may have been lost."""
         if self.view is None or self.based:
@@ -288,7 +294,13 @@ class Standing(ABC):
 
         And its user must have come as far, since the others, if there are any, would have to wait.
         """
-        if not self.based or not self.trusted or self.active or self.ready_told or self.stopped:
+        if not self.based or self.active or self.ready_told or self.stopped:
+            return
+        if self._is_first() and (self.trusted or not self.brought):
+            # Its state is one of the run's. What has come of later rounds nobody can complete.
+            self.trusted = True
+            self._drop_sums(lambda _: False)
+        if not self.trusted:
             return
         if self.behind and self._following():
             return
