@@ -368,6 +368,15 @@ def test_a_newcomer_that_is_left_alone_goes_on_with_what_it_has():
     assert i.Tell(Ready()) in seat.tell(alone)
 
 
+def test_of_what_the_dead_left_it_keeps_the_round_that_comes_next():
+    """All parts of it may be here: then the round stands, and nothing is lost."""
+    seat = newcomer()
+    seat.tell(snapshot(), result(4, prev=b"chain4"), result(4, 1), result(5, 1))
+    answers = seat.tell(e.ViewSeen(arbiter.removed(seat.machine.view, [A])))
+    assert i.Tell(Ready()) in answers
+    assert [key.round for key in only(i.DropSums, answers)] == [5]
+
+
 def test_whoever_follows_takes_results_from_the_owners_that_they_name():
     seat = newcomer()
     seat.tell(snapshot(), e.CaughtUp())

@@ -687,13 +687,13 @@ class World:
         return self.count
 
     def goes_on(self):
-        """Somebody is active, or will be: the first of those left, if it has a state."""
+        """Somebody is active, or will be: one that has a state of the run's, or is the first."""
         if self.view.peers(PeerState.ACTIVE, PeerState.LEAVING) or self.view.founder:
             return True
-        first = None if self.view.over else next(iter(self.view.roster), None)
-        if first is None or not self.comes_back(first.peer.incarnation):
-            return False
-        return self.peers[first.peer.incarnation].machine.based
+        left = [] if self.view.over else [line.peer.incarnation for line in self.view.roster]
+        machines = [self.peers[n].machine for n in left if self.comes_back(n)]
+        first = self.peers[left[0]].machine if left and self.comes_back(left[0]) else None
+        return any(m.trusted for m in machines) or (first is not None and first.based)
 
     def step(self):
         rng = self.rng

@@ -80,7 +80,18 @@ def test_a_loss_that_is_a_sum():
     assert summed == pytest.approx([wanted] * 2, rel=1e-5)
 
 
-def test_the_halves_of_a_step_are_a_step():
+@pytest.mark.parametrize(
+    "plan",
+    [
+        None,
+        mh.Plan.of_stages(
+            [(1, [0]), (1, [1]), (2, [0]), (1, [1])], microbatches=4, schedule="interleaved"
+        ),
+        mh.Plan.of_stages([(1, [0]), (3, [1]), (1, [0])], microbatches=4),
+    ],
+    ids=["pipeline", "interleaved", "there and back"],
+)
+def test_the_halves_of_a_step_are_a_step(plan):
     def act(pipe):
         losses = []
         for _ in range(3):
@@ -96,18 +107,31 @@ def test_the_halves_of_a_step_are_a_step():
             pipe.apply()
         return losses, [layer.module.state_dict() for layer in pipe.layers()]
 
-    halves = on_all(2, act)
+    halves = on_all(2, act, plan)
 
     def step(pipe):
         losses = [pipe.step(X, Y) for _ in range(3)]
         return losses, [layer.module.state_dict() for layer in pipe.layers()]
 
-    whole = on_all(2, step)
-    assert halves[0][0] == []
-    assert halves[1][0] == pytest.approx(whole[1][0], rel=1e-5)
+    whole = on_all(2, step, plan)
+    last = 1 if plan is None else plan.stages[-1].lead
+    assert halves[1 - last][0] == []
+    assert halves[last][0] == pytest.approx(whole[last][0], rel=1e-5)
     for (_, some), (_, others) in zip(halves, whole, strict=True):
         for state, other in zip(some, others, strict=True):
             torch.testing.assert_close(state, other)
+
+
+def test_no_peer_of_the_first_stage_may_leave_the_targets_out():
+    """The rows of that peer would be compared with nothing."""
+    plan = mh.Plan.of_stages([(2, [0, 1]), (3, [2])], microbatches=2)
+
+    def act(pipe):
+        with pytest.raises(mh.StepFailed, match="other targets than the first"):
+            pipe.step(X if pipe.me < 2 else None, Y if pipe.me == 0 else None)
+        return True
+
+    assert on_all(3, act, plan, targets="first") == [True] * 3
 
 
 def test_halves_in_the_wrong_order():

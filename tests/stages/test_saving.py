@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 
 import fsspec
+import msgspec
 import pytest
 import torch
 from tests.stages.cases import alone
@@ -16,7 +17,7 @@ from tests.stages.threads import run_threads
 from manyhands.checkpoint import folder as folders
 from manyhands.core.errors import CheckpointError, UsageError
 from manyhands.stages import archive
-from manyhands.stages.saving import read_index, saves_in, write_shard
+from manyhands.stages.saving import Save, read_index, saves_in, write_shard
 
 PLANS = {
     "one": [(6, [0])],
@@ -471,3 +472,11 @@ def test_extra_comes_back_as_it_was(tmp_path):
         return pipe.load(str(tmp_path))
 
     assert on_all(PLANS["two"], act) == [extra, extra]
+
+
+@pytest.mark.parametrize(
+    "said", [{"num_steps": 1, "token": "x/../../away"}, {"num_steps": -1, "token": "0" * 24}]
+)
+def test_what_another_peer_calls_a_save_names_no_other_place(said):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(msgspec.json.encode(said), type=Save)

@@ -296,13 +296,15 @@ class Standing(ABC):
         """
         if not self.based or self.active or self.ready_told or self.stopped:
             return
-        if self._is_first() and (self.trusted or not self.brought):
-            # Its state is one of the run's. What has come of later rounds nobody can complete.
+        alone = not self._following()
+        if alone and (self.trusted or (self._is_first() and not self.brought)):
+            # Its state is one of the run's. What has come of later rounds nobody can complete,
+            # unless successors of the dead have sent it, of whom a view is on its way.
             self.trusted = True
-            self._drop_sums(lambda _: False)
+            self._drop_sums(lambda key: key.round <= self.applied or key.attempt.cut >= self.cut)
         if not self.trusted:
             return
-        if self.behind and self._following():
+        if self.behind and not alone:
             return
         if self.book.newest_round() <= self.applied:
             self.ready_told, self.behind = True, False

@@ -169,9 +169,12 @@ class Batch:
         return self._checked("input", named_inputs(parts, self._extra))
 
     def _named_targets(self) -> dict[str, Tensor]:
-        if self._targets is None:
-            return {}
-        parts, _ = _parts("the target", self._targets)
+        parts = () if self._targets is None else _parts("the target", self._targets)[0]
+        if len(parts) < len(self._given.targets):
+            raise UsageError(
+                "this peer was given other targets than the first one of its stage",
+                hint="every peer of the first stage passes the whole batch to step()",
+            )
         return self._checked("target", named_targets(parts))
 
     def _checked(self, what: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -356,6 +356,9 @@ class Pipeline:
         mode, given = opening.mode, opening.given
         backward = mode.call in ("step", "forward")
         kind = (given, mode.training, mode.precision, backward)
+        # Of a step in halves all microbatches go forward before any goes back.
+        halves = mode.call == "forward"
+        plan = self.plan.replace(schedule="afab") if halves else self.plan
 
         def table() -> Table:
             rows = batch.rows[0]
@@ -364,9 +367,9 @@ class Pipeline:
 
         def course() -> Course:
             found = self._tables.get(kind, table)
-            return Course(self.plan, self.me, found, batch.microbatches, backward=backward)
+            return Course(plan, self.me, found, batch.microbatches, backward=backward)
 
-        return self._courses.get((kind, batch.rows, self.plan.schedule), course)
+        return self._courses.get((kind, batch.rows, plan.schedule), course)
 
     def _finish(
         self, step: Step, batch: Batch, *, apply: bool = False, keep: bool = False

@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, cast
+from typing import Annotated, Any, Protocol, cast
 
 import msgspec
 import xxhash
@@ -50,8 +50,8 @@ _MOST_INDEX_BYTES = 64 << 20
 class Save(msgspec.Struct, frozen=True, order=True):
     """One save. They sort by age: by steps, then by when they were begun."""
 
-    num_steps: int
-    token: str
+    num_steps: Annotated[int, msgspec.Meta(ge=0, le=10**18 - 1)]
+    token: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{24}$")]  # it becomes a part of paths
 
     @property
     def folder(self) -> str:
