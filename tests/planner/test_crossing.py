@@ -7,6 +7,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.core.plan import PlanError
 from manyhands.planner.cost import LayerCost, PeerPower, Variable, read_costs, write_costs
+from manyhands.planner.crossing import variables_of
 from manyhands.planner.load import Loads
 from manyhands.planner.partition import DoesNotFit, partition
 from manyhands.stages.dealing import profile
@@ -133,3 +134,10 @@ def test_what_layers_give_and_take_is_measured():
 def test_impossible_sizes_are_refused():
     with pytest.raises(PlanError, match="layer a has v=-1"):
         layer("a", gives=(Variable("v", -1),))
+
+
+def test_a_layer_that_stashes_for_itself_keeps_it_once():
+    own = Variable("own", 100, kept=True)
+    costs = [layer("one", gives=(own,), takes=(own,), activation_bytes=100), layer("two")]
+    (known,) = variables_of(costs)
+    assert known.keepers == (0,)

@@ -141,3 +141,26 @@ def test_statistics_noted_in_inference_mode_do_not_hinder_training():
 
     ((loss, _),) = on_all(mh.Plan.even(5, 1), act)
     assert loss > 0
+
+
+class Forgets(nn.Module):
+    """Has statistics only until its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(4))
+
+    def forward(self, x):
+        self.first = None
+        return x
+
+
+def test_statistics_that_a_layer_gives_up():
+    def act(carrier):
+        model = [nn.Linear(4, 4), Forgets()]
+        plan = mh.Plan.even(2, 1, microbatches=2)
+        with mh.Pipeline(model, plan, loss_fn=F.mse_loss, optimizer=sgd, group=carrier) as pipe:
+            return [pipe.step(X, Y) for _ in range(3)]
+
+    ((first, second, third),) = run_threads(1, act)
+    assert first > second > third

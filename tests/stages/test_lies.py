@@ -13,7 +13,7 @@ from manyhands.stages.batch import Mode, Opening
 from manyhands.stages.carrier import GroupCarrier
 from manyhands.stages.terms import Terms
 from manyhands.stages.values import Given, Kind, Rehearsed
-from manyhands.stages.vote import Failure
+from manyhands.stages.vote import Failure, sayable, words_of
 
 PLAN = mh.Plan.even(2, 2, microbatches=2)
 X = torch.ones(4, 3)
@@ -172,3 +172,9 @@ def test_errors_are_told_with_an_end():
         mh.Pipeline([Long()], mh.Plan.even(1, 1)).predict(X)
     assert len(str(caught.value)) < 10_000
     assert isinstance(Failure("a", "b"), Failure)
+
+
+def test_what_utf8_cannot_say_has_an_end_too():
+    """Each of these becomes six characters."""
+    assert len(sayable("\udcff" * 10_000)) <= 4000
+    assert len(words_of(ValueError("\udcff" * 10_000))) <= 4000

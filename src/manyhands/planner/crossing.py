@@ -34,7 +34,7 @@ class Known(NamedTuple):
 def variables_of(costs: Sequence[LayerCost]) -> list[Known]:
     """All variables that a model's layers take. One that several give is the first one's."""
     givers: dict[str, int] = {}
-    keepers: dict[str, list[int]] = {}
+    keepers: dict[str, dict[int, None]] = {}  # each layer once, though it gives and takes
     takers: dict[str, list[int]] = {}
     num_bytes: dict[str, int] = {}
     for index, cost in enumerate(costs):
@@ -45,7 +45,7 @@ def variables_of(costs: Sequence[LayerCost]) -> list[Known]:
             givers.setdefault(variable.name, index)
         for variable in (*cost.gives, *cost.takes):
             if variable.kept:
-                keepers.setdefault(variable.name, []).append(index)
+                keepers.setdefault(variable.name, {})[index] = None
     return [
         Known(num_bytes[name], givers.get(name, -1), tuple(found), tuple(keepers.get(name, ())))
         for name, found in takers.items()

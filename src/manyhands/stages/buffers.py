@@ -42,7 +42,9 @@ class Statistics:
     @torch.no_grad()
     def _note(self) -> None:
         now = [
-            (module, name, cast("Tensor", getattr(module, name))) for module, name in self._places
+            (module, name, buffer)
+            for module, name in self._places
+            if (buffer := cast("Tensor | None", getattr(module, name))) is not None
         ]
         if [(id(b), b.shape) for _, _, b in now] == [
             (id(kept.buffer), kept.copy.shape) for kept in self._noted

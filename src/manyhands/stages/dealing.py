@@ -23,7 +23,7 @@ from manyhands.planner.profile import Ran, profile_layers
 from manyhands.stages.carrier import Carrier, carrier_for
 from manyhands.stages.layers import Carried, Model, Running, Spec, build, specs_of
 from manyhands.stages.variables import Scope, scoped
-from manyhands.stages.vote import sayable
+from manyhands.stages.vote import sayable, words_of
 
 _SPEED_S = 0.05  # how long a peer's speed is measured
 _SIDE = 256
@@ -76,10 +76,9 @@ def partition(
             )
             dealt = _Dealt(plan.to_json())
         except ManyhandsError as error:
-            dealt = _Dealt(error=error.message, hint=error.hint)
+            dealt = _Dealt(error=sayable(error.message), hint=error.hint and sayable(error.hint))
         except Exception as error:  # noqa: BLE001  (told to everybody)
-            text = f"the layers cannot be measured: {type(error).__name__}: {error}"
-            dealt = _Dealt(error=sayable(text))
+            dealt = _Dealt(error=f"the layers cannot be measured: {words_of(error)}")
         said = msgspec.json.encode(dealt)
     dealt = msgspec.json.decode(carrier.say(said, 0), type=_Dealt)
     if dealt.error is not None:

@@ -39,7 +39,7 @@ def failure_of(error: Exception, action: Action | None = None, at: str = "") -> 
 
 def sayable(text: str) -> str:
     """As UTF-8 can say it: names of files may hold bytes that it cannot. Not without end."""
-    return text[:_MESSAGE_CHARS].encode(errors="backslashreplace").decode()
+    return text[:_MESSAGE_CHARS].encode(errors="backslashreplace").decode()[:_MESSAGE_CHARS]
 
 
 def words_of(error: BaseException) -> str:
@@ -54,7 +54,7 @@ def words_of(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """Its end, where the cause is."""
     text = "".join(tracebacks.format_exception(error))[-_TRACEBACK_CHARS:]
-    return text.encode(errors="backslashreplace").decode()
+    return text.encode(errors="backslashreplace").decode()[-_TRACEBACK_CHARS:]
 
 
 class Verdict(NamedTuple):
