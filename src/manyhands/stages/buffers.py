@@ -50,7 +50,8 @@ class Statistics:
             (id(kept.buffer), kept.copy.shape) for kept in self._noted
         ]:
             copies, buffers = [n.copy for n in self._noted], [n.buffer for n in self._noted]
-            torch._foreach_copy_(copies, buffers)  # pyright: ignore[reportPrivateImportUsage]
+            if buffers:
+                torch._foreach_copy_(copies, buffers)  # pyright: ignore[reportPrivateImportUsage]
         else:
             self._noted = [_Noted(module, name, b, b.clone()) for module, name, b in now]
 
