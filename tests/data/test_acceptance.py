@@ -180,12 +180,9 @@ class Crew:
         time.sleep(0.5)  # for them; the test has failed anyway
         raise AssertionError("\n\n".join(peer.report() for peer in peers))
 
-    def until_saved(self, round_: int) -> None:
-        try:
-            until_saved(self.saved, round_)
-        except AssertionError as error:
-            reports = "\n\n".join(peer.report() for peer in self.all[-max(WORLDS) :])
-            raise AssertionError(f"{error}\n{reports}") from None
+    def report(self) -> str:
+        """What those who came last have said."""
+        return "\n\n".join(peer.report() for peer in self.all[-max(WORLDS) :])
 
     def kill(self) -> None:
         """All that are left."""
@@ -215,7 +212,7 @@ def test_over_an_elastic_run(zygote, hub, folder, uninterrupted, tmp_path, seed,
             train = {"min_peers": world, "resume": begun > 0, "workers": workers}
             peers = crew.start(world, points, **train)
             all_in = crew.until(peers, lambda said, w=world: said.get("members") == w)
-            crew.until_saved(begun + 1)
+            until_saved(crew, crew.saved, begun + 1)
             dice.shuffle(peers)
             first = dice.randint(1, world - 1) if world > 1 else 0
             for victim in peers[:first]:
