@@ -740,6 +740,9 @@ class TestInbox:
         carrier.following, carrier.joined = False, True
         carrier.newest.return_value = View(NO_VIEW, ())
         carrier.sink.backlog_bytes.return_value = 0
+        # Real ones where threads ask at once: a mock makes its own truth on the first question.
+        carrier.sink_set = threading.Event()
+        carrier.sink_set.set()
         return carrier
 
     def test_a_tag_is_acknowledged_once_and_in_order(self, carrier):
