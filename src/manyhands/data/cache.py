@@ -55,6 +55,9 @@ class CachedStore:
         except FileNotFoundError:
             return self.inner.size(key)
 
+    def version(self, key: str) -> str:
+        return ""  # data sets are taken for fixed
+
     def local(self, key: str) -> Path | None:
         return self._fetch(key)
 

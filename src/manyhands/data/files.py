@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeGuard, cast
 
 from manyhands.core.errors import UsageError
+from manyhands.data.spec import parts_of
 
 
 class File(Protocol):
@@ -79,7 +80,7 @@ class LocalFile:
 
 
 class Folder:
-    """A folder of this machine as a tree. Links are followed."""
+    """A folder of this machine as a tree. Links are followed; names only lead down."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -91,12 +92,19 @@ class Folder:
         return str(self.path)
 
     def __getitem__(self, name: str) -> LocalFile | Folder:
-        path = self.path / name
+        path = self._at(name)
         try:
             mode = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             raise KeyError(f"{self.path} has no {name}") from None
         return Folder(path) if stat.S_ISDIR(mode) else LocalFile(path, name)
+
+    def read_bytes(self, name: str) -> bytes:
+        """All of a file below. Raises FileNotFoundError."""
+        return self._at(name).read_bytes()
+
+    def _at(self, name: str) -> Path:
+        return self.path.joinpath(*parts_of(name))
 
     def walk(self) -> Iterator[LocalFile]:
         """All files below, sorted. Raises UsageError if a link leads round in a circle."""
@@ -158,3 +166,13 @@ def is_url(source: object) -> TypeGuard[str]:
 def place_in(tree: Tree, name: str) -> str:
     """Where a file of a tree is, as messages say it; it need not be there."""
     return f"{str(tree).rstrip('/')}/{name}"
+
+
+def read_in(tree: Tree, name: str) -> bytes:
+    """All of a file of a tree. Raises KeyError or FileNotFoundError if it is not there.
+
+    A tree that can is asked for it at once: to ask first what is there is a second way to a
+    bucket, for every sample.
+    """
+    read = getattr(tree, "read_bytes", None)
+    return tree[name].read_bytes() if read is None else read(name)
