@@ -27,7 +27,7 @@ def split(data: Path, num: int, folder: Path | None = None) -> dict[Path, int]:
     """Deal the lines of `data` into `num` files, `NAME-0-of-3.jsonl` and so on, beside it.
 
     Or in `folder`, which is made. Returns their paths and how many lines they have. With a line
-    that is no JSON nothing is written, and UsageError names all such lines. Raises DataError.
+    that is no JSON nothing is written, and UsageError names the first of them. Raises DataError.
     """
     if num < 1:
         raise UsageError(f"{num} chunks cannot be made", hint="1 or more")
@@ -43,8 +43,8 @@ def split(data: Path, num: int, folder: Path | None = None) -> dict[Path, int]:
 
 
 def scan(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Every line that is not blank, without a byte-order mark; at the end, UsageError names those
-    that are no JSON.
+    """Every line that is not blank, without a byte-order mark. At the end, UsageError names the
+    first that are no JSON, and says how many there are.
     """
     broken: list[str] = []  # the first of them
     count = 0
@@ -89,7 +89,8 @@ def deal(lines: Iterable[bytes], chunks: Sequence[Path], data: Path) -> list[int
     with ExitStack() as stack:
         if any(chunk.exists() and chunk.samefile(data) for chunk in chunks):  # by a link, too
             raise UsageError(f"{data} would be replaced by a chunk of itself", hint="rename it")
-        drafts = [stack.enter_context(drafting(chunk.parent, _DRAFT)) for chunk in chunks]
+        # Until it has the rights of `data`, which may be few, it is its writer's only.
+        drafts = [stack.enter_context(drafting(c.parent, _DRAFT, 0o600)) for c in chunks]
         writing = [stack.enter_context(open(d.number, "wb", closefd=False)) for d in drafts]
         for place, line in enumerate(lines):
             writing[place % len(chunks)].write(line.rstrip(b"\r\n") + b"\n")

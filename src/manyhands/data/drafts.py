@@ -34,15 +34,16 @@ class Draft:
 
 
 @contextmanager
-def drafting(folder: Path, name: str) -> Generator[Draft]:
-    """A new file in the folder, which is made; gone afterwards unless it was renamed.
+def drafting(folder: Path, name: str, mode: int = 0o666) -> Generator[Draft]:
+    """A new file in the folder, which is made; gone afterwards unless it was renamed. Its rights are
+    those of `mode` that the user's mask leaves.
 
     What writers of this name have left that were killed is cleared. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f".{glob.escape(name)}.*.draft"):
         _clear(old)
-    draft = _create_locked(folder, name)
+    draft = _create_locked(folder, name, mode)
     try:
         yield draft
     finally:
@@ -108,10 +109,10 @@ def _clear(draft: Path) -> None:
         os.close(number)
 
 
-def _create_locked(folder: Path, name: str) -> Draft:
+def _create_locked(folder: Path, name: str, mode: int) -> Draft:
     while True:
         path = folder / f".{name}.{secrets.token_hex(8)}.draft"
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             fcntl.flock(number, fcntl.LOCK_EX)
         except OSError as error:
