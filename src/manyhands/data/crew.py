@@ -33,7 +33,7 @@ class Hand(Protocol):
     """Batches that it may be asked for at a time."""
 
     def begin(self) -> None:
-        """Before the first batch."""
+        """Before the first batch. What it raises is raised in place of every batch."""
         ...
 
     def ask(self, marks: Marks) -> None:

@@ -35,8 +35,8 @@ class Draft:
 
 @contextmanager
 def drafting(folder: Path, name: str, mode: int = 0o666) -> Generator[Draft]:
-    """A new file in the folder, which is made; gone afterwards unless it was renamed. Its rights are
-    those of `mode` that the user's mask leaves.
+    """A new file in the folder, which is made; gone afterwards unless it was renamed. Its rights
+    are those of `mode` that the user's mask leaves.
 
     What writers of this name have left that were killed is cleared. Raises OSError.
     """

@@ -139,9 +139,7 @@ def build(
     )
 
 
-def _put_at(
-    path: Path, kind: str, of: Fingerprint, scan: Callable[[], Iterable[Found]]
-) -> None:
+def _put_at(path: Path, kind: str, of: Fingerprint, scan: Callable[[], Iterable[Found]]) -> None:
     with ExitStack() as stack:
         with _writing():
             draft = stack.enter_context(drafting(path.parent, path.name))

@@ -192,9 +192,8 @@ def _mapped(line: Connection, size: int) -> memoryview:
     memory = _take_memory(line)
     try:
         path = f"/proc/self/fd/{memory}"
-        return writable_bytes_of(
-            torch.from_file(path, shared=True, size=size, dtype=torch.uint8)  # pyright: ignore[reportUnknownMemberType]
-        )
+        whole = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        return writable_bytes_of(whole)
     finally:
         os.close(memory)
 
