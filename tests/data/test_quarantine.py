@@ -25,6 +25,12 @@ class Outage(OSError):
     """As `requests` has its own."""
 
 
+class EndpointConnectionError(Exception):
+    """botocore's are no OSErrors."""
+
+    __module__ = "botocore.exceptions"
+
+
 # -- what is bad ----------------------------------------------------------------------------------
 
 
@@ -35,6 +41,7 @@ class Outage(OSError):
         ConnectionResetError("reset"),
         urllib.error.URLError("no route"),
         Outage("503"),
+        EndpointConnectionError("could not connect"),
         OSError(5, "Input/output error"),
         DataError("a bucket cannot be read"),
         NotThere("a bucket has no such file"),

@@ -16,6 +16,9 @@ from manyhands.data.quarantine import ATTEMPTS, Bad, Rules, replacement
 from manyhands.data.source import Source
 from manyhands.data.table import BadSample, is_trusted, named, place_of
 
+# Packages that talk to others. What they raise is never about a sample.
+_NETWORKS = frozenset({"aiohttp", "botocore", "httpcore", "httpx", "urllib3"})
+
 
 class Reader:
     """`seed` is the run's. `alone`: no other thread of this process draws random numbers while a
@@ -114,16 +117,21 @@ def _is_of_the_machine(error: Exception) -> bool:
     """A disk, a network or memory, that may do better at another time, or something of ours that
     is set up wrongly: nothing about the sample.
 
-    Whoever reads by a network has OSErrors of its own kinds (time-outs, `urllib`'s, `requests`').
+    Whoever reads by a network has OSErrors of its own kinds (time-outs, `urllib`'s, `requests`'), or
+    errors that are none.
     About data there are three: a plain one without a number, as decoders raise it, gzip's, and
     Pillow's for what is no image.
     """
     if isinstance(error, OSError):
         torn = isinstance(error, gzip.BadGzipFile) or _is_no_image(error)
         return not torn and (type(error) is not OSError or error.errno is not None)
-    return isinstance(error, MemoryError | ManyhandsError)
+    return isinstance(error, MemoryError | ManyhandsError) or _is_of_a_network(error)
 
 
 def _is_no_image(error: OSError) -> bool:
     """By its name: Pillow need not be here."""
     return any(kind.__name__ == "UnidentifiedImageError" for kind in type(error).__mro__)
+
+
+def _is_of_a_network(error: Exception) -> bool:
+    return any(kind.__module__.partition(".")[0] in _NETWORKS for kind in type(error).__mro__)
