@@ -117,10 +117,9 @@ def _is_of_the_machine(error: Exception) -> bool:
     """A disk, a network or memory, that may do better at another time, or something of ours that
     is set up wrongly: nothing about the sample.
 
-    Whoever reads by a network has OSErrors of its own kinds (time-outs, `urllib`'s, `requests`'), or
-    errors that are none.
-    About data there are three: a plain one without a number, as decoders raise it, gzip's, and
-    Pillow's for what is no image.
+    Whoever reads by a network has OSErrors of its own kinds (time-outs, `urllib`'s, `requests`'),
+    or errors that are none. About data there are three: a plain one without a number, as decoders
+    raise it, gzip's, and Pillow's for what is no image.
     """
     if isinstance(error, OSError):
         torn = isinstance(error, gzip.BadGzipFile) or _is_no_image(error)
