@@ -176,7 +176,7 @@ def test_a_process_for_which_there_is_no_pipe_is_an_error(monkeypatch):
     loader = wide()
     with monkeypatch.context() as patch:
         patch.setattr(multiprocessing.context.BaseContext, "Pipe", failing)
-        with pytest.raises(WorkerDied, match="cannot be started: .*Too many open files") as caught:
+        with pytest.raises(WorkerDied, match=r"cannot be started: .*Too many open files") as caught:
             next(iter(loader))
         assert "ulimit -n" in caught.value.hint
     loader.close()

@@ -297,7 +297,6 @@ def test_a_disk_that_fails_is_no_bad_sample(tree):
         def __getitem__(self, name):
             raise OSError(5, "Input/output error")
 
-
     with pytest.raises(OSError, match="Input/output"):
         ImageTree(Tree(BlobTree.at(tree)))[0]
 
