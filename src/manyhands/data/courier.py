@@ -42,7 +42,7 @@ class Courier:
                 f"device={str(device)!r}, and torch finds no GPU of CUDA here",
                 hint="leave device= out, or install a torch for this machine's driver",
             )
-        if self.device.index is None:  # the one that is current here and now, whatever is later
+        if cast("int | None", self.device.index) is None:  # what is current now, whatever is later
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)
 
@@ -105,7 +105,7 @@ class Courier:
 
 def _tensors_in(thing: Any) -> list[Tensor]:  # noqa: ANN401
     """As far as they show: in what it maps to, or in its attributes."""
-    held = thing if isinstance(thing, Mapping) else getattr(thing, "__dict__", {})
+    held = cast("object", thing) if isinstance(thing, Mapping) else getattr(thing, "__dict__", {})
     values = cast("Mapping[Any, Any]", held).values()
     return [value for value in values if isinstance(value, Tensor)]
 
