@@ -108,8 +108,8 @@ def test_a_sample_takes_one_way_to_its_place(folder, monkeypatch):
 
 def test_a_tree_reads_a_file_of_its_own(folder):
     tree = BlobTree.at(folder)
-    assert tree.read_bytes("rows.jsonl") == (folder / "rows.jsonl").read_bytes()
+    assert tree.read_blob("rows.jsonl") == (folder / "rows.jsonl").read_bytes()
     with pytest.raises(NotThere):
-        tree.read_bytes("nothing")
+        tree.read_blob("nothing")
     with pytest.raises(UsageError, match="no path inside"):
-        tree.read_bytes("../x")
+        tree.read_blob("../x")

@@ -128,7 +128,7 @@ class BlobTree:
             raise NotThere(f"{self.place} has no {name!r}")
         return (BlobTree if kind == "folder" else Blob)(self.store, key, name)
 
-    def read_bytes(self, path: str | os.PathLike[str]) -> bytes:
+    def read_blob(self, path: str | os.PathLike[str]) -> bytes:
         """All of the file at `path` below this one, at once: nothing asks first what is there.
 
         Raises DataError; NotThere, a KeyError, if nothing is.

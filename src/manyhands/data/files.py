@@ -102,5 +102,5 @@ def read_in(tree: Tree, name: str) -> bytes:
     A tree that can is asked for it at once: to ask first what is there is a second way to a
     bucket, for every sample.
     """
-    read = getattr(tree, "read_bytes", None)
+    read = getattr(tree, "read_blob", None)
     return tree[name].read_bytes() if read is None else read(name)
