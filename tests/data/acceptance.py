@@ -147,7 +147,8 @@ def read(
         while loader.epoch < EPOCHS:
             for _, _, ids in loader:
                 own = ids.tolist() if loader.weight else []
-                child.say({"ids": own, "state": loader.state_dict()})
+                met = sorted(error.where for error in loader.bad)
+                child.say({"ids": own, "state": loader.state_dict(), "bad": met})
         child.say({"done": True, "bad": sorted(error.where for error in loader.bad)})
         child.pass_by("end", 0)
 

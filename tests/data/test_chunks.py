@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 import stat
+import subprocess
+import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import DataError, UsageError
-from manyhands.data.chunks import check_json, split
+from manyhands.data.chunks import check_json, deal, scan, split
 
 from .registry.conftest import patient
 
@@ -60,6 +65,56 @@ def test_a_broken_line_writes_nothing(data):
     assert "and 12 more" in str(caught.value)
     assert {path: path.read_bytes() for path in chunks} == before
     assert len(list(data.parent.iterdir())) == 3  # nothing half-written lies about
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(data):
+    data.write_bytes(b'\xef\xbb\xbf{"i": 0}\n{"i": 1}\n')
+    (one,) = split(data, 1)
+    assert one.read_bytes() == b'{"i": 0}\n{"i": 1}\n'
+    data.write_bytes(b"\xef\xbb\xbf")
+    (one,) = split(data, 1)
+    assert one.read_bytes() == b""
+
+
+def test_of_many_broken_lines_only_the_first_are_remembered(data):
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match="and 49990 more") as caught:
+            list(scan(io.BytesIO(b"no\n" * 50_000), data))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert str(caught.value).count("not JSON") == 10
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from manyhands.data import chunks
+os.fsync = lambda number: os.kill(os.getpid(), signal.SIGKILL)
+chunks.split(Path(sys.argv[1]), 3)
+"""
+
+
+def test_what_a_killed_process_has_left_is_cleared(data):
+    command = [sys.executable, "-c", KILLED, data]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert len(list(data.parent.iterdir())) == 1 + 3  # nothing has its name yet
+    made = split(data, 2)
+    assert {path.name for path in data.parent.iterdir()} == {data.name, *(p.name for p in made)}
+
+
+def test_nobody_else_can_read_what_is_only_its_owners(data):
+    data.chmod(0o600)
+    seen = []
+
+    def lines():
+        drafts = [p for p in data.parent.iterdir() if p.suffix == ".draft"]
+        seen.extend(stat.S_IMODE(os.stat(path).st_mode) for path in drafts)
+        yield b"1\n"
+
+    deal(lines(), [data.with_name("chunk.jsonl")], data)
+    assert seen == [0o600]
 
 
 def test_another_folder_and_its_rights(data, tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -74,3 +77,45 @@ def test_copies_are_of_pinned_memory_and_do_not_wait():
     sent.done.synchronize()
     assert not done.query()  # the copy is there, and the GPU still computes
     assert torch.equal(courier.arrive(sent)[0].cpu(), batch[0])
+
+
+@dataclass
+class Pair:
+    """As a collate of the user's may have it; nobody can move what it has."""
+
+    x: torch.Tensor
+
+
+class Moving(Pair):
+    """It can be moved."""
+
+    def to(self, device):
+        return Moving(self.x.to(device))
+
+
+def over(courier, batch):
+    return courier.arrive(courier.send(courier.pinned(batch)))
+
+
+def test_things_of_the_users_own_are_moved_by_their_own_means():
+    came = over(Courier("meta"), [Moving(torch.ones(3)), UserDict(a="no tensor"), 5])
+    assert came[0].x.device.type == "meta"
+    assert came[1:] == [UserDict(a="no tensor"), 5]
+
+
+@pytest.mark.parametrize("thing", [Pair(torch.ones(3)), UserDict(x=torch.ones(3))])
+def test_what_nobody_can_move_is_refused_by_name(thing):
+    """It would stay on the CPU, without a word."""
+    with pytest.raises(UsageError, match=type(thing).__name__) as caught:
+        over(Courier("meta"), {"own": thing})
+    assert "to(device)" in caught.value.hint
+    assert over(Courier("cpu"), {"own": thing}) == {"own": thing}  # where it is already
+
+
+@needs_gpu
+def test_a_gpu_without_a_number_is_the_one_that_is_current():
+    """And stays it, whichever becomes that later."""
+    courier = Courier("cuda")
+    assert courier.device == torch.device("cuda", torch.cuda.current_device())
+    (came,) = over(courier, [Moving(torch.ones(3))])
+    assert came.x.device == courier.device

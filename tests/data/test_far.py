@@ -12,6 +12,7 @@ import torch
 
 from manyhands.data.calendar import Calendar
 from manyhands.data.fetch import Fetcher, Request
+from manyhands.data.loader import Loader
 from manyhands.data.mixture import Mixture
 from manyhands.data.order import Order
 from manyhands.data.source import Source
@@ -106,5 +107,16 @@ def test_nothing_comes_twice_over_a_long_stretch():
 
 def test_what_a_run_must_remember_is_small():
     """All of it: with it, any process at any number of peers goes on."""
-    state = {"seed": 2**63 - 1, "epoch": 10**6, "consumed": SIZE - 1, "size": SIZE}
-    assert len(json.dumps(state)) < 1000
+    mixture = Mixture([Numbers(SIZE // 2), Numbers(SIZE // 2)], [1, 3], seed=2**63 - 1)
+    loader = Loader(mixture, BATCH, seed=2**63 - 1, collate=list)
+    far = loader.state_dict() | {"epoch": 10**6, "consumed": SIZE - 2 * BATCH}
+    loader.load_state_dict(far)
+    batches = iter(loader)
+    next(batches)
+    state = json.dumps(loader.state_dict())
+    assert len(state) < 1000
+    resumed = Loader(mixture, BATCH // 2, collate=list)
+    resumed.load_state_dict(json.loads(state))
+    first = 10**6 * SIZE + SIZE - BATCH
+    expected = [mixture[position] for position in range(first, first + BATCH)]
+    assert [sample for batch in resumed for sample in batch] == expected

@@ -187,11 +187,11 @@ def test_trees_of_blobs(archive):
 
     class Tree:
         def __getitem__(self, name):
-            from manyhands.data.files import LocalFile
+            from manyhands.data.blobs import Blob
 
             if not (archive / name).exists():
                 raise KeyError(name)
-            return LocalFile(archive / name, name)
+            return Blob.at(archive / name)
 
         def walk(self):
             return iter(())

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
 
-from manyhands.core.errors import UsageError
+from manyhands.core.errors import DataError, UsageError
+from manyhands.data.blobs import BlobTree
 from manyhands.data.images import ImageTree
 from manyhands.data.picture import decode
 from tests.data.kit import bad
@@ -225,7 +226,7 @@ def test_images_at_any_depth_and_through_links(tree, tmp_path):
 
 def test_a_circle_of_links(tree):
     (tree / "7" / "up").symlink_to(tree)
-    with pytest.raises(UsageError, match="leads back"):
+    with pytest.raises(DataError, match="a link to a folder that it lies in"):
         ImageTree(tree)
 
 
@@ -296,10 +297,8 @@ def test_a_disk_that_fails_is_no_bad_sample(tree):
         def __getitem__(self, name):
             raise OSError(5, "Input/output error")
 
-    from manyhands.data.files import Folder
-
     with pytest.raises(OSError, match="Input/output"):
-        ImageTree(Tree(Folder(tree)))[0]
+        ImageTree(Tree(BlobTree.at(tree)))[0]
 
 
 def test_a_transform_gets_the_tensor_and_its_error_says_for_which_file(tree):

@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
+import fsspec
 import pytest
 
 from manyhands.core.errors import UsageError
-from manyhands.data import index as indices
+from manyhands.data import drafts
+from manyhands.data.drafts import drafting
 from manyhands.data.index import SUFFIX
 from manyhands.data.jsonl import JsonlTable
 from tests.data.kit import Blob
@@ -167,16 +171,81 @@ def test_without_a_home(path, monkeypatch):
 
 
 def test_one_of_another_kind_of_table_is_none(path, scans):
+    """And none takes the place of another's: each is made once, whoever comes when."""
+
     class Other(Counting):
         kind = "other"
 
         def scan(self, lines):
             return (found for found in super().scan(lines) if found[2] != b"2\n")
 
-    Counting(path)
-    assert len(Other(path)) == 2
+    for _ in range(3):
+        assert len(Counting(path)) == 3
+        assert len(Other(path)) == 2
+    assert scans() == 2
+
+
+def test_of_those_who_come_at_once_one_makes_it(path, scans, monkeypatch):
+    """The ranks of a job: who comes second waits for the first, and goes through nothing."""
+    at_work, waiting, gate = threading.Event(), threading.Event(), threading.Event()
+    sleep = time.sleep
+
+    def looked(seconds):
+        waiting.set()
+        sleep(seconds)
+
+    class Slow(Counting):
+        def scan(self, lines):
+            at_work.set()
+            assert gate.wait(60)
+            return super().scan(lines)
+
+    monkeypatch.setattr(drafts.time, "sleep", looked)
+    lengths = []
+    first = threading.Thread(target=lambda: lengths.append(len(Slow(path))))
+    second = threading.Thread(target=lambda: lengths.append(len(Counting(path))))
+    first.start()
+    try:
+        assert at_work.wait(60)
+        second.start()
+        assert waiting.wait(60)
+    finally:
+        gate.set()
+        first.join()
+    second.join()
+    assert lengths == [3, 3]
+    assert scans() == 1
+    assert sorted(p.name for p in path.parent.iterdir()) == ["rows.jsonl", f"rows.jsonl{SUFFIX}"]
+
+
+def test_who_has_waited_long_enough_makes_its_own(path, scans, monkeypatch):
+    monkeypatch.setattr("manyhands.data.index._TURN_S", 0.0)
+    with drafts.turn(path.parent, beside(path).name, 0.0):
+        assert len(Counting(path)) == 3
+    assert scans() == 1
+
+
+def test_a_turn_of_a_process_that_was_killed_is_nobodys(path, scans):
+    path.with_name(f".{beside(path).name}.turn").touch()
     assert len(Counting(path)) == 3
-    assert scans() == 3
+    assert scans() == 1
+    assert sorted(p.name for p in path.parent.iterdir()) == ["rows.jsonl", f"rows.jsonl{SUFFIX}"]
+
+
+def test_a_remote_file_is_known_by_what_its_place_says_of_it(cache, scans):
+    """Size, first and last bytes are the same; nobody could tell by them."""
+    memory = fsspec.filesystem("memory")
+    rows = [b"%06d" % i for i in range(100_000, 200_000)]
+    for changed in (b"150000", b"1\n2\n\n\n"):
+        rows[50_000] = changed
+        memory.pipe_file("/remote/rows.jsonl", b"\n".join(rows))
+        table = Counting("memory://remote/rows.jsonl")
+        assert table[len(table) - 1] == 199_999
+    assert scans() == 2
+    assert len(table) == 100_001
+    assert len(Counting("memory://remote/rows.jsonl")) == 100_001
+    assert scans() == 2
+    memory.rm("/remote", recursive=True)
 
 
 KILLED = """
@@ -213,10 +282,10 @@ def test_kill_9_while_it_is_written(tmp_path, scans, write):
 
 
 def test_what_somebody_is_writing_is_left_alone(path):
-    with indices._draft(beside(path)) as (draft, _):
+    with drafting(path.parent, beside(path).name) as draft:
         assert JsonlTable(path)[0] == 1
-        assert draft.exists()
-    assert not draft.exists()
+        assert draft.path.exists()
+    assert not draft.path.exists()
 
 
 def test_the_users_error_is_no_reason_to_write_elsewhere(path, cache):

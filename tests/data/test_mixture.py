@@ -16,6 +16,7 @@ from manyhands.data.mixture import Mixture
 from manyhands.data.order import MAX_SIZE, Order
 from manyhands.data.source import Source
 from manyhands.data.table import BadSample
+from manyhands.replica.description import describe_data
 
 GOLDEN = [(0, 4), (1, 1), (0, 0), (0, 3), (1, 3), (2, 1), (0, 1), (0, 2), (1, 2), (0, 6), (0, 5)]
 FAR = [(0, 4), (1, 3), (0, 2), (0, 0)]
@@ -204,3 +205,15 @@ def test_a_chosen_part_of_one_is_shuffled_as_any_other():
     got = [Fetcher(source, seed=9).fetch(Request(e, tuple(range(10)))) for e in (0, 1)]
     assert sorted(got[0]) == sorted(got[1]) == sorted(mixture[p] for p in range(10))
     assert got[0] != got[1]
+
+
+def test_peers_of_a_run_have_one_order():
+    """The description of their data says so, though their first samples may be the same."""
+    tables = [Letters("a", 30), Letters("b", 10)]
+    found = [
+        describe_data(Source(dataset=Mixture(tables, weights, seed=seed), batch=4, collate=list))
+        for seed, weights in ((3, None), (4, None), (3, [1, 1]), (3, None))
+    ]
+    assert len({one["order"] for one in found[:3]}) == 3
+    assert found[3] == found[0]
+    assert "order" not in describe_data(Source(dataset=tables[0], batch=4, collate=list))

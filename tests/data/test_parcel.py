@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
+import socket
 from collections import OrderedDict
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import NamedTuple
@@ -12,7 +15,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from manyhands.data.parcel import receive, send
+from manyhands.data import parcel
+from manyhands.data.parcel import Lost, Parcel, receive, send
 
 
 class Pair(NamedTuple):
@@ -31,7 +35,7 @@ class Batch:
 def through(thing):
     """By a real pipe, from one thread to another."""
     mine, theirs = multiprocessing.Pipe()
-    sender = Thread(target=send, args=(theirs, thing, os.getpid()))
+    sender = Thread(target=send, args=(theirs, thing))
     sender.start()
     try:
         return receive(mine)
@@ -93,6 +97,70 @@ def test_nothing_stays_open():
     before = opened()
     for _ in range(3):
         came = through(torch.rand(100_000))
-        assert opened() <= before + 1  # of the memory itself
+        assert opened() == before  # not even of the memory, which is used
         del came
     assert opened() == before
+
+
+@contextmanager
+def no_more_files():
+    """This process can open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = os.open(os.devnull, os.O_RDONLY)
+    os.close(probe)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (probe, hard))  # the lowest number that is free
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def pipe():
+    mine, theirs = multiprocessing.Pipe()
+    with mine, theirs:
+        yield mine, theirs
+
+
+def test_a_batch_for_which_there_is_no_descriptor_is_lost_and_not_shifted():
+    with pipe() as (mine, theirs), closing(Parcel(torch.rand(100_000))) as large:
+        with no_more_files():
+            large.send(theirs)  # of what is packed it needs nothing
+            with pytest.raises(Lost, match="Too many open files"):
+                receive(mine)
+        # What is left on the line is the rest of that batch: it must not be read as another.
+        assert mine.poll()
+
+
+def test_anything_between_a_head_and_its_body_ends_the_line(monkeypatch):
+    def failing(line, size):
+        raise RuntimeError("received 0 items of ancdata")
+
+    monkeypatch.setattr(parcel, "_mapped", failing)
+    with pipe() as (mine, theirs), closing(Parcel(torch.rand(100_000))) as large:
+        large.send(theirs)
+        with pytest.raises(OSError, match="RuntimeError: received 0 items"):
+            receive(mine)
+
+
+def test_what_there_is_no_descriptor_for_is_not_begun():
+    """Nothing has gone to the line, so that an error can."""
+    with pipe() as (mine, theirs):
+        with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+            send(theirs, torch.rand(100_000))
+        assert not mine.poll()
+        send(theirs, "an error")
+        assert receive(mine) == "an error"
+
+
+def test_a_default_of_the_users_for_sockets_is_not_the_lines():
+    """It would make the line one that does not wait, for both ends of it."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(60.0)
+    try:
+        with pipe() as (mine, theirs), parcel.borrowed(theirs) as sock:
+            assert sock.gettimeout() is None
+            assert os.get_blocking(theirs.fileno())
+            assert os.get_blocking(mine.fileno())
+    finally:
+        socket.setdefaulttimeout(before)

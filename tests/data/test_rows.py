@@ -6,6 +6,7 @@ import csv
 import gzip
 import pickle
 import random
+from decimal import Decimal
 
 import pytest
 
@@ -146,3 +147,28 @@ def test_compressed_files_are_read_from_the_beginning_only(tmp_path):
 def test_it_can_be_pickled(tmp_path):
     table = CsvTable(written(tmp_path, "a\n1\n2\n"), types={"a": int})
     assert list(pickle.loads(pickle.dumps(table))) == [{"a": 1}, {"a": 2}]
+
+
+KINDS = {"cat": 0, "dog": 1}
+
+
+@pytest.mark.parametrize(
+    ("turn", "text", "reason"),
+    [
+        (KINDS.__getitem__, "cow", "column kind: 'cow': KeyError: 'cow'"),
+        (["a", "b"].index, "c", "column kind: 'c': "),
+        (Decimal, "much", "column kind: 'much': InvalidOperation: "),
+        (lambda text: 1 / int(text), "0", "column kind: '0': ZeroDivisionError: division by zero"),
+        (lambda text: float(text) ** 1000, "1e9", "column kind: '1e9': OverflowError: "),
+    ],
+    ids=["key", "value", "decimal", "zero", "overflow"],
+)
+def test_a_text_that_cannot_be_turned_is_bad_whatever_says_so(tmp_path, turn, text, reason):
+    table = CsvTable(written(tmp_path, f"kind\n{text}\n"), types={"kind": turn})
+    assert bad(lambda: table[0]).reason.startswith(reason)
+
+
+def test_a_slip_in_a_function_of_the_users_is_no_bad_row(tmp_path):
+    table = CsvTable(written(tmp_path, "kind\ncat\n"), types={"kind": lambda text: text.no_such()})
+    with pytest.raises(AttributeError):
+        table[0]

@@ -11,8 +11,11 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from manyhands.core.errors import NotThere
+from manyhands.core.errors import NotThere, UsageError
 from manyhands.data import BlobTree, CsvTable, ImageTree, JsonlTable
+from manyhands.data.files import as_tree
+from manyhands.data.picture import read_picture
+from manyhands.data.stores import LocalStore
 from tests.data.kit import bad
 
 
@@ -79,3 +82,34 @@ def test_a_url_that_leads_nowhere():
     for make in (ImageTree, JsonlTable):
         with pytest.raises(NotThere):
             make("memory://nowhere/at/all")
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "/etc/hostname", "a/../../secret.png", "."])
+@pytest.mark.parametrize("blobs", [False, True])
+def test_a_name_only_leads_down(folder, name, blobs):
+    """Of an image in a list that somebody else has written. It is bad; nothing is read."""
+    shutil.copy(folder / "images" / "0" / "00.png", folder / "secret.png")
+    path = folder / "images"
+    tree = as_tree(BlobTree.at(path) if blobs else path)
+    error = bad(lambda: read_picture(tree, name, "row 7"))
+    assert error.where == "row 7"
+    with pytest.raises(UsageError, match="no path inside"):
+        tree[name]
+
+
+def test_a_sample_takes_one_way_to_its_place(folder, monkeypatch):
+    """What is not on this machine is not first asked what it is."""
+    table = ImageTree(BlobTree.at(folder / "images"))
+    asked = []
+    monkeypatch.setattr(LocalStore, "kind", lambda self, key: asked.append(key))
+    assert table[0][0].shape == (3, 8, 8)
+    assert not asked
+
+
+def test_a_tree_reads_a_file_of_its_own(folder):
+    tree = BlobTree.at(folder)
+    assert tree.read_blob("rows.jsonl") == (folder / "rows.jsonl").read_bytes()
+    with pytest.raises(NotThere):
+        tree.read_blob("nothing")
+    with pytest.raises(UsageError, match="no path inside"):
+        tree.read_blob("../x")

@@ -13,6 +13,8 @@ from torch import nn
 from manyhands.core.errors import UsageError
 from manyhands.data import BadSample, Loader
 from manyhands.data.quarantine import TooManyBad
+from manyhands.data.source import Source
+from manyhands.replica.description import describe_data, differences, resumable
 from tests.replica import loops
 from tests.replica.hands import Hands
 from tests.replica.loops import EPOCHS, Recipe, gather, mean_loss, together
@@ -189,6 +191,44 @@ def test_too_many_are_an_error_that_lists_them():
     _, errors = gather(recipe_for(set(range(9)), max_bad=4), loops.ALONE)
     assert isinstance(errors[0], TooManyBad)
     assert len(re.findall(r"point \d: it is torn", str(errors[0]))) == 5
+
+
+@pytest.mark.parametrize("policies", [("raise", "skip"), ("skip", "raise"), ("replace", "skip")])
+def test_a_resumed_run_may_have_another_policy(tmp_path, policies):
+    """It is what a user changes when a bad sample has ended a run."""
+    per_epoch, told = -(-loops.SIZE // loops.BATCH), {}
+    saved = {"checkpoints": str(tmp_path / "saved"), "save_every": 1}
+    first = recipe_for((), policies[0])
+    first.epochs, first.options = 1, saved
+    together(first)
+    second = recipe_for((), policies[1], told)
+    second.options = {**saved, "resume": True}
+    (kit,) = together(second)
+    assert sorted(told) == list(range(per_epoch, EPOCHS * per_epoch))
+    assert_like(kit.model, plain(()))
+
+
+def test_what_was_saved_is_compared_but_for_what_is_free():
+    data = {"samples": 9, "fingerprint": "ab", "bad": "raise"}
+    saved = {"epochs": 1, "bad_gradients": "stop", "resync_every": 1, "seed": 3, "data": data}
+    saved["evaluation"] = dict(data)
+    mine = saved | {"epochs": 2, "data": data | {"bad": "skip"}}
+    mine["evaluation"] = {name: value for name, value in data.items() if name != "bad"}
+    assert differences(resumable(saved, mine), mine) == []
+    mine |= {"seed": 4, "data": data | {"samples": 8}}
+    assert [found.split()[0] for found in differences(resumable(saved, mine), mine)] == [
+        "seed",
+        "data.samples",
+    ]
+
+
+@pytest.mark.parametrize("policy", ["raise", "replace"])
+def test_data_are_the_same_whatever_is_done_about_bad_samples(policy):
+    """One of those that are looked at is bad."""
+    skip, other = (
+        describe_data(Source.of(Loader(Points({0}), 5, bad=name))) for name in ("skip", policy)
+    )
+    assert other | {"bad": "skip"} == skip
 
 
 def test_weights_of_the_users_own_do_not_make_a_stand_in_count():

@@ -26,7 +26,7 @@ class Fingerprint(NamedTuple):
 
     size: int
     mtime_ns: int  # 0 where nobody knows
-    ends: str  # digest of its first and its last bytes
+    ends: str  # digest of its first and its last bytes, and of what its store calls its version
 
 
 class Access(Protocol):
@@ -81,7 +81,9 @@ class SharedAccess:
     def __init__(self, file: File, opened: Any) -> None:  # noqa: ANN401
         self._file = file
         self._held = self._hold(opened)
-        self.fingerprint = _fingerprint(self, opened.seek(0, os.SEEK_END), 0)
+        version = getattr(file, "version", "")  # not every kind of blob has one
+        said = version if isinstance(version, str) else ""
+        self.fingerprint = _fingerprint(self, opened.seek(0, os.SEEK_END), 0, said)
 
     def read(self, start: int, stop: int) -> bytes:
         process, opened, lock = self._held
@@ -120,8 +122,11 @@ class _Stream(io.RawIOBase):
         return len(found)
 
 
-def _fingerprint(access: LocalAccess | SharedAccess, size: int, mtime_ns: int) -> Fingerprint:
+def _fingerprint(
+    access: LocalAccess | SharedAccess, size: int, mtime_ns: int, version: str = ""
+) -> Fingerprint:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(access.read(0, min(size, _PIECE)))
     digest.update(access.read(max(0, size - _PIECE), size))
+    digest.update(version.encode())
     return Fingerprint(size, mtime_ns, digest.hexdigest())

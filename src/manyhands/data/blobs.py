@@ -50,6 +50,11 @@ class Blob:
         return self.store.size(self.key)
 
     @property
+    def version(self) -> str:
+        """What is another text when the file has changed, where its place says so; else ''."""
+        return self.store.version(self.key)
+
+    @property
     def local(self) -> Path | None:
         """The file of this machine that this is, or None. With a cache: fetched if need be."""
         return self.store.local(self.key)
@@ -122,6 +127,14 @@ class BlobTree:
         if kind is None:
             raise NotThere(f"{self.place} has no {name!r}")
         return (BlobTree if kind == "folder" else Blob)(self.store, key, name)
+
+    def read_blob(self, path: str | os.PathLike[str]) -> bytes:
+        """All of the file at `path` below this one, at once: nothing asks first what is there.
+
+        Raises DataError; NotThere, a KeyError, if nothing is.
+        """
+        with self.store.open(self._key("/".join(parts_of(os.fspath(path))))) as file:
+            return file.read()
 
     def blob(self, path: str | os.PathLike[str]) -> Blob:
         """The file at `path`, and nothing else. Raises NotThere."""

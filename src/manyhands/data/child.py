@@ -16,7 +16,7 @@ import socket
 import threading
 import traceback
 from collections import deque
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,12 +24,13 @@ import torch
 
 from manyhands.core.errors import ManyhandsError, UsageError
 from manyhands.data.fetch import Marks, Rows
-from manyhands.data.parcel import receive, send
+from manyhands.data.parcel import Lost, Parcel, borrowed, receive
 from manyhands.data.reader import Reader
 from manyhands.data.table import BadSample
 
 _END_S = 5.0  # for a child that has been told to end; then it is killed
 _SHOWN = 8  # samples that an error lists
+_SCARCE = "this process or machine may be out of files or memory: ulimit -n, or fewer workers"
 
 
 class WorkerError(ManyhandsError):
@@ -76,7 +77,7 @@ class Child:
             line = self._line or self._start()
             answer = receive(line)
         except (EOFError, OSError) as error:
-            raise self._died(marks) from error
+            raise self._died(marks, error) from error
         finally:
             self._asked.popleft()
         self._answered = True
@@ -91,8 +92,7 @@ class Child:
             if self._line is None:
                 return
             # Not closed: the crew's thread may be waiting for an answer, and sees the end.
-            both = socket.socket(fileno=os.dup(self._line.fileno()))
-            with both, suppress(OSError):  # it has ended already
+            with suppress(OSError), borrowed(self._line) as both:  # it has ended already
                 both.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -105,7 +105,10 @@ class Child:
         with self._lock:
             if self._ended:
                 raise WorkerDied("the loader was closed")
-            ends: Any = context.Pipe()  # of a kind that depends on the system
+            try:
+                ends: Any = context.Pipe()  # of a kind that depends on the system
+            except OSError as error:
+                raise self._not_started(error) from error
             mine, theirs = ends
             process = context.Process(
                 target=serve,
@@ -115,6 +118,9 @@ class Child:
             )
             try:
                 process.start()
+            except OSError as error:
+                mine.close()
+                raise self._not_started(error) from error
             except Exception as error:
                 mine.close()
                 raise UsageError(
@@ -147,10 +153,20 @@ class Child:
         process.close()
         return code
 
-    def _died(self, marks: Marks) -> WorkerDied:
+    def _not_started(self, error: OSError) -> WorkerDied:
+        return WorkerDied(f"worker process {self._number} cannot be started: {error}", hint=_SCARCE)
+
+    def _died(self, marks: Marks, error: Exception) -> WorkerDied:
+        """Whatever is still on the line is let go with it."""
         ended, code = self._ended, self._let_go()
         if ended:
             return WorkerDied("the loader was closed while a batch was read")
+        if isinstance(error, Lost):
+            return WorkerDied(
+                f"worker process {self._number} has read a batch that could not be taken, and was "
+                f"ended: {error}",
+                hint=_SCARCE,
+            )
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         if not self._answered and code is not None and code >= 0:
             return WorkerDied(
@@ -179,15 +195,23 @@ def serve(line: Connection, reader: Reader, parent: int) -> None:
     # What is asked for is taken in at once: a parent that asks must not wait for one that answers.
     threading.Thread(target=_listen, args=(line, wanted), name="wanted", daemon=True).start()
     while (marks := wanted.get()) is not None:
-        answer = _answer(reader, marks)
-        try:
-            send(line, answer, parent)
-        except OSError:
-            return
-        except Exception as error:  # noqa: BLE001  (what pickling raises, before anything is sent)
-            line_error = _told(error)
-            line_error.add_note("a batch is to be made of tensors, numbers, texts and the like")
-            send(line, line_error, parent)
+        with closing(_packed(_answer(reader, marks))) as parcel:
+            try:
+                parcel.send(line)
+            except OSError:
+                return  # nobody is at the other end any more
+
+
+def _packed(answer: Rows | BaseException) -> Parcel:
+    try:
+        return Parcel(answer)
+    except OSError as error:
+        told = _told(error)
+        told.add_note(_SCARCE)
+    except Exception as error:  # noqa: BLE001  (what pickling raises)
+        told = _told(error)
+        told.add_note("a batch is to be made of tensors, numbers, texts and the like")
+    return Parcel(told)
 
 
 def _listen(line: Connection, wanted: queue.SimpleQueue[Marks | None]) -> None:

@@ -6,26 +6,28 @@ time are replaced, each at one moment, once all are written.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
-import tempfile
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import msgspec
 
 from manyhands.core.errors import DataError, UsageError
+from manyhands.data.drafts import drafting
 
 _SHOWN_LINES = 10  # of those that are broken
+_DRAFT = "chunk"
 
 
 def split(data: Path, num: int, folder: Path | None = None) -> dict[Path, int]:
     """Deal the lines of `data` into `num` files, `NAME-0-of-3.jsonl` and so on, beside it.
 
     Or in `folder`, which is made. Returns their paths and how many lines they have. With a line
-    that is no JSON nothing is written, and UsageError names all such lines. Raises DataError.
+    that is no JSON nothing is written, and UsageError names the first of them. Raises DataError.
     """
     if num < 1:
         raise UsageError(f"{num} chunks cannot be made", hint="1 or more")
@@ -41,19 +43,25 @@ def split(data: Path, num: int, folder: Path | None = None) -> dict[Path, int]:
 
 
 def scan(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Every line that is not blank; at the end, UsageError names those that are no JSON."""
-    broken: list[str] = []
+    """Every line that is not blank, without a byte-order mark. At the end, UsageError names the
+    first that are no JSON, and says how many there are.
+    """
+    broken: list[str] = []  # the first of them
+    count = 0
     for number, text in enumerate(file, start=1):
-        if text.strip():
+        line = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text
+        if line.strip():
             try:
-                check_json(text)
+                check_json(line)
             except ValueError as error:
-                broken.append(f"{path}:{number}: {error}")
+                count += 1
+                if count <= _SHOWN_LINES:
+                    broken.append(f"{path}:{number}: {error}")
             else:
-                yield text
+                yield line
     if broken:
-        more = len(broken) - _SHOWN_LINES
-        shown = broken[:_SHOWN_LINES] + [f"and {more} more"] * (more > 0)
+        more = count - len(broken)
+        shown = broken + [f"and {more} more"] * (more > 0)
         raise UsageError(
             "\n".join(["lines that are no JSON:", *shown]), hint="mend or remove these"
         )
@@ -81,25 +89,16 @@ def deal(lines: Iterable[bytes], chunks: Sequence[Path], data: Path) -> list[int
     with ExitStack() as stack:
         if any(chunk.exists() and chunk.samefile(data) for chunk in chunks):  # by a link, too
             raise UsageError(f"{data} would be replaced by a chunk of itself", hint="rename it")
-        writing = [stack.enter_context(_unnamed_yet(chunk.parent)) for chunk in chunks]
+        # Until it has the rights of `data`, which may be few, it is its writer's only.
+        drafts = [stack.enter_context(drafting(c.parent, _DRAFT, 0o600)) for c in chunks]
+        writing = [stack.enter_context(open(d.number, "wb", closefd=False)) for d in drafts]
         for place, line in enumerate(lines):
             writing[place % len(chunks)].write(line.rstrip(b"\r\n") + b"\n")
             counts[place % len(chunks)] += 1
         for file in writing:
             file.flush()
             os.fsync(file.fileno())
-        for file, chunk in zip(writing, chunks, strict=True):
-            os.chmod(file.name, data.stat().st_mode & 0o777)
-            os.replace(file.name, chunk)
+        for draft, chunk in zip(drafts, chunks, strict=True):
+            os.fchmod(draft.number, data.stat().st_mode & 0o777)
+            os.replace(draft.path, chunk)
     return counts
-
-
-@contextmanager
-def _unnamed_yet(folder: Path) -> Generator[BinaryIO]:
-    """A file to write; removed at the end unless it has got another name."""
-    made = tempfile.NamedTemporaryFile(dir=folder, prefix=".chunk-", delete=False)  # noqa: SIM115
-    try:
-        with made:
-            yield cast("BinaryIO", made)
-    finally:
-        Path(made.name).unlink(missing_ok=True)

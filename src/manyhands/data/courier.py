@@ -7,8 +7,8 @@ user's thread      sent = send(batch)        the copy begins; nobody waits
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class Courier:
                 f"device={str(device)!r}, and torch finds no GPU of CUDA here",
                 hint="leave device= out, or install a torch for this machine's driver",
             )
+        if cast("int | None", self.device.index) is None:  # what is current now, whatever is later
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)
 
     @property
@@ -68,17 +70,44 @@ class Courier:
         return Sent(moved, done)
 
     def arrive(self, sent: Sent) -> Any:  # noqa: ANN401
-        """The batch; what the user's stream does with it comes after the copy."""
-        if sent.done is None:
-            return sent.batch
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(sent.done)
-        for leaf in tree_leaves(sent.batch):
-            if isinstance(leaf, Tensor) and leaf.is_cuda:
-                # Let go of by the user, its memory must not be written to by the next copy while
-                # what the user has begun still reads it.
-                leaf.record_stream(current)
-        return sent.batch
+        """The batch; what the user's stream does with it comes after the copy.
+
+        Things with a `to` of their own are moved here. Raises UsageError for others that have
+        tensors in them: nobody knows how to move those.
+        """
+        if sent.done is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(sent.done)
+            for leaf in tree_leaves(sent.batch):
+                if isinstance(leaf, Tensor) and leaf.is_cuda:
+                    # Let go of by the user, its memory must not be written to by the next copy
+                    # while what the user has begun still reads it.
+                    leaf.record_stream(current)
+        return tree_map(self._moved, sent.batch)
+
+    def _moved(self, leaf: Any) -> Any:  # noqa: ANN401
+        """What is no tensor, and may have some. On the user's stream: of what such a thing holds
+        no other stream could be told.
+        """
+        if isinstance(leaf, Tensor):
+            return leaf
+        held = _tensors_in(leaf)
+        if callable(getattr(leaf, "to", None)) and (held or hasattr(leaf, "pin_memory")):
+            return leaf.to(self.device)
+        if any(tensor.device.type != self.device.type for tensor in held):
+            raise UsageError(
+                f"a batch has a {type(leaf).__name__}, and its tensors would stay where they are",
+                hint=f"give {type(leaf).__name__} a method to(device), collate into lists, tuples "
+                "and dicts, or leave device= out",
+            )
+        return leaf
+
+
+def _tensors_in(thing: Any) -> list[Tensor]:  # noqa: ANN401
+    """As far as they show: in what it maps to, or in its attributes."""
+    held = cast("object", thing) if isinstance(thing, Mapping) else getattr(thing, "__dict__", {})
+    values = cast("Mapping[Any, Any]", held).values()
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _mapped(change: Callable[[Tensor], Tensor], batch: Any, only: str | None = None) -> Any:  # noqa: ANN401

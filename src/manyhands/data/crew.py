@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from manyhands.data.fetch import Marks, Request, Rows, Spots
 
 log = logging.getLogger(__name__)
 
-_END_S = 30.0  # that `close` waits for a hand to finish the sample that it is at
+_END_S = 30.0  # that `close` waits for all hands to finish the samples that they are at
 
 
 class Hand(Protocol):
@@ -32,7 +33,7 @@ class Hand(Protocol):
     """Batches that it may be asked for at a time."""
 
     def begin(self) -> None:
-        """Before the first batch."""
+        """Before the first batch. What it raises is raised in place of every batch."""
         ...
 
     def ask(self, marks: Marks) -> None:
@@ -68,6 +69,11 @@ class _Job:
             self.rows = finish(hand.answer())
         except BaseException as error:  # noqa: BLE001  (raised where the batch would have come)
             self.error = error
+        self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody can read it."""
+        self.error = error
         self.done.set()
 
     def take(self) -> Rows:
@@ -142,25 +148,34 @@ class Crew:
             self._finalizer.detach()
             self._finalizer = None
         threads, self._threads = self._threads, []
+        self._end(threads)
+
+    def _begin(self) -> None:
+        """Raises RuntimeError if the system gives no more threads; then there are none."""
+        self._todo, self._over = queue.SimpleQueue(), threading.Event()
+        begun: list[threading.Thread] = []
+        try:
+            for number, hand in enumerate(self._hands):
+                thread = threading.Thread(
+                    target=_work,
+                    args=(self._todo, self._over, hand, self._finish),
+                    name=f"reader {number}",
+                    daemon=True,  # of a loader that is not closed: the finalizer ends them at exit
+                )
+                thread.start()
+                begun.append(thread)
+        except BaseException:
+            # With some of them missing, what was issued might wait for a thread that never comes.
+            self._end(begun)
+            raise
+        self._threads = begun
+        self._finalizer = weakref.finalize(self, _abandon, self._todo, self._over, begun)
+
+    def _end(self, threads: Sequence[threading.Thread]) -> None:
         _stop(self._todo, self._over, threads)
         for hand in self._hands if threads else ():
             hand.end()
         _join(threads)
-
-    def _begin(self) -> None:
-        self._todo, self._over = queue.SimpleQueue(), threading.Event()
-        self._threads = [
-            threading.Thread(
-                target=_work,
-                args=(self._todo, self._over, hand, self._finish),
-                name=f"reader {number}",
-                daemon=True,  # of a loader that is not closed: the finalizer ends them at exit
-            )
-            for number, hand in enumerate(self._hands)
-        ]
-        self._finalizer = weakref.finalize(self, _abandon, self._todo, self._over, self._threads)
-        for thread in self._threads:
-            thread.start()
 
     def _issue(self, request: Request) -> None:
         job = _Job(request, self._spots.marks(request))
@@ -175,29 +190,48 @@ class Crew:
 
 
 def _work(todo: _Todo, over: threading.Event, hand: Hand, finish: Callable[[Rows], Rows]) -> None:
-    hand.begin()
     asked: deque[_Job] = deque()
-    job: _Job | None = None
     try:
-        while True:
-            if len(asked) < hand.depth:
-                try:
-                    job = todo.get(block=not asked)
-                except queue.Empty:
-                    pass  # of what is asked for the first is waited for, below
-                else:
-                    if job is None:
-                        return
-                    if not (job.dropped or over.is_set()):
-                        hand.ask(job.marks)
-                        asked.append(job)
-                    job = None  # the wait for the next one may be long
-                    continue
-            asked.popleft().run(hand, finish)
+        hand.begin()
+        _serve(todo, over, hand, finish, asked)
+    except BaseException as error:  # noqa: BLE001  (raised where the batches would have come)
+        # A thread that just ended would leave whoever waits for a batch waiting for ever.
+        while asked:
+            asked.popleft().fail(error)
+        while (job := todo.get()) is not None:
+            job.fail(error)
     finally:
-        hand.close()
-        for left in asked:
-            left.run(hand, finish)
+        try:
+            hand.close()
+        finally:
+            for left in asked:
+                left.run(hand, finish)
+
+
+def _serve(
+    todo: _Todo,
+    over: threading.Event,
+    hand: Hand,
+    finish: Callable[[Rows], Rows],
+    asked: deque[_Job],
+) -> None:
+    """Until there is nothing to do any more. `asked` is what the hand was asked for."""
+    job: _Job | None = None
+    while True:
+        if len(asked) < hand.depth:
+            try:
+                job = todo.get(block=not asked)
+            except queue.Empty:
+                pass  # of what is asked for the first is waited for, below
+            else:
+                if job is None:
+                    return
+                if not (job.dropped or over.is_set()):
+                    asked.append(job)
+                    hand.ask(job.marks)
+                job = None  # the wait for the next one may be long
+                continue
+        asked.popleft().run(hand, finish)
 
 
 def _stop(todo: _Todo, over: threading.Event, threads: Sequence[threading.Thread]) -> None:
@@ -217,7 +251,9 @@ def _abandon(todo: _Todo, over: threading.Event, threads: Sequence[threading.Thr
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
+    """All of them, within one time."""
+    deadline_s = time.monotonic() + _END_S
     for thread in threads:
-        thread.join(_END_S)
+        thread.join(max(0.0, deadline_s - time.monotonic()))
         if thread.is_alive():
             log.warning("%s is still at its sample after %g s: it is left", thread.name, _END_S)

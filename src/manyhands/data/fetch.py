@@ -24,8 +24,8 @@ from torch.utils.data import (
     default_collate,  # pyright: ignore[reportUnknownVariableType]
 )
 
+from manyhands.data.quarantine import Bad
 from manyhands.data.source import Source
-from manyhands.data.table import BadSample
 
 _BLOCK = 1 << 14  # positions whose places are computed at once: 128 cost a third as much
 _OF_DATA_SET = "in DataLoader worker process"  # what torch puts before an error of the data set
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
     batch: Any  # as collate made it of them; None if there is not one
     num: int
-    bad: tuple[BadSample, ...] = ()  # those that are not, or not themselves
+    bad: tuple[Bad, ...] = ()  # those that are not, or not themselves
 
 
 class Reading(Dataset[Any]):

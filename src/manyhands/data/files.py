@@ -1,17 +1,18 @@
 """Files: what tables read from: a path here, or a blob of a data set, wherever that is.
 
-Both can be pickled: they know where they are, and have nothing open.
+Either is a blob: it can be pickled, knows where it is, and has nothing open.
 """
 
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeGuard, cast
+from typing import Any, Literal, Protocol, TypeGuard, cast
 
 from manyhands.core.errors import UsageError
+from manyhands.data.blobs import Blob, BlobTree
+from manyhands.data.stores import LocalStore
 
 
 class File(Protocol):
@@ -32,7 +33,7 @@ class File(Protocol):
         """In bytes."""
         ...
 
-    def open(self, mode: str = "rb") -> Any:  # noqa: ANN401
+    def open(self, mode: Literal["rb"] = "rb") -> Any:  # noqa: ANN401
         """As a file of bytes."""
         ...
 
@@ -53,96 +54,31 @@ class Tree(Protocol):
         ...
 
 
-class LocalFile:
-    """A file of this machine. `place` is given for what is only a copy of the data here."""
-
-    def __init__(
-        self, path: str | os.PathLike[str], name: str | None = None, place: str | None = None
-    ) -> None:
-        self.path = Path(path)
-        self.name = self.path.name if name is None else name
-        self.place = str(self.path) if place is None else place
-        """Where it is, as messages say it."""
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return self.path.stat().st_size
-
-    def open(self, mode: str = "rb") -> BinaryIO:
-        """Only to be read."""
-        return cast("BinaryIO", self.path.open(mode))
-
-    def read_bytes(self) -> bytes:
-        """All of it."""
-        return self.path.read_bytes()
-
-
-class Folder:
-    """A folder of this machine as a tree. Links are followed."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        if not self.path.is_dir():
-            kind = "a file" if self.path.exists() else "not there"
-            raise UsageError(f"{self.path} is {kind}", hint="give a folder that can be read")
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def __getitem__(self, name: str) -> LocalFile | Folder:
-        path = self.path / name
-        try:
-            mode = path.stat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            raise KeyError(f"{self.path} has no {name}") from None
-        return Folder(path) if stat.S_ISDIR(mode) else LocalFile(path, name)
-
-    def walk(self) -> Iterator[LocalFile]:
-        """All files below, sorted. Raises UsageError if a link leads round in a circle."""
-        return self._walk("", ())
-
-    def _walk(self, below: str, above: tuple[tuple[int, int], ...]) -> Iterator[LocalFile]:
-        here = self.path / below
-        it = here.stat()
-        if (it.st_dev, it.st_ino) in above:
-            raise UsageError(f"{here} leads back to a folder above it", hint="remove that link")
-        with os.scandir(here) as listed:
-            entries = sorted(listed, key=lambda entry: entry.name)
-        for entry in entries:
-            name = f"{below}/{entry.name}" if below else entry.name
-            if entry.is_dir():
-                yield from self._walk(name, (*above, (it.st_dev, it.st_ino)))
-            else:
-                yield LocalFile(here / entry.name, name)
-
-
 def as_file(source: Any) -> File:  # noqa: ANN401
     """A path, a URL, or anything like a blob. Raises UsageError, and NotThere for a URL."""
     if is_url(source):
-        from manyhands.data.blobs import Blob
-
-        source = Blob.at(source)
+        return Blob.at(source)
     if isinstance(source, str | os.PathLike):
         path = Path(cast("str", source))
         if not path.is_file():
             kind = "a folder" if path.is_dir() else "not there"
             raise UsageError(f"{path} is {kind}", hint="give a file that can be read")
-        return LocalFile(path)
+        return Blob(LocalStore(os.path.abspath(path)), "", path.name)
     if hasattr(source, "open") and hasattr(source, "read_bytes"):
-        local: Path | None = getattr(source, "local", None)
-        return source if local is None else LocalFile(local, source.name, source.place)
+        return source
     raise UsageError(f"a {type(source).__name__} is no file", hint="give a path or a blob")
 
 
 def as_tree(source: Any) -> Tree:  # noqa: ANN401
     """A folder by path or URL, or anything like a tree of blobs. Raises as `as_file` does."""
     if is_url(source):
-        from manyhands.data.blobs import BlobTree
-
         return BlobTree.at(source)
     if isinstance(source, str | os.PathLike):
-        return Folder(cast("str", source))
+        path = Path(cast("str", source))
+        if not path.is_dir():
+            kind = "a file" if path.exists() else "not there"
+            raise UsageError(f"{path} is {kind}", hint="give a folder that can be read")
+        return BlobTree(LocalStore(os.path.abspath(path)), "", path.name)
     if hasattr(source, "walk") and hasattr(source, "__getitem__"):
         return source
     raise UsageError(
@@ -158,3 +94,13 @@ def is_url(source: object) -> TypeGuard[str]:
 def place_in(tree: Tree, name: str) -> str:
     """Where a file of a tree is, as messages say it; it need not be there."""
     return f"{str(tree).rstrip('/')}/{name}"
+
+
+def read_in(tree: Tree, name: str) -> bytes:
+    """All of a file of a tree. Raises KeyError or FileNotFoundError if it is not there.
+
+    A tree that can is asked for it at once: to ask first what is there is a second way to a
+    bucket, for every sample.
+    """
+    read = getattr(tree, "read_blob", None)
+    return tree[name].read_bytes() if read is None else read(name)

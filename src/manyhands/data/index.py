@@ -11,31 +11,29 @@ first and last bytes. It is written beside its name and then renamed: it is whol
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import glob
 import hashlib
 import os
-import secrets
 import struct
 import sys
 import weakref
 from array import array
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 
 from manyhands.core.errors import UsageError
 from manyhands.data.access import Fingerprint
+from manyhands.data.drafts import drafting, turn
 
 SUFFIX = ".mhindex"
+_PLAIN = "jsonl"  # the kind whose index has no more in its name than that
 _MAGIC = b'{"manyhands_index":'
 _HEADER = 512  # bytes
 _WORD = 8
 _BATCH = 1 << 15  # numbers that are written at once
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_TURN_S = 600.0  # for another process that writes the same; then this one does it too
 
 Found = tuple[int, int, bytes]
 """Of a sample: where it begins, the number of its first line (from 1), its bytes."""
@@ -84,16 +82,22 @@ class Index:
         return struct.unpack("<Q", os.pread(self._number, _WORD, at))[0]
 
 
-def places_for(place: str, *, beside: Path | None) -> list[Path]:
+def places_for(place: str, kind: str, *, beside: Path | None) -> list[Path]:
     """Where the index of a file may be, the best first. `beside`: the file's path, if it has one.
 
-    The others are where a folder cannot be written, and where there is none.
+    The others are where a folder cannot be written, and where there is none. Each kind of samples
+    has its own, so that none takes the place of another's.
     """
+    suffix = SUFFIX if kind == _PLAIN else f".{_digest(kind, 4)}{SUFFIX}"
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    name = hashlib.blake2b(place.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    cached = Path(base) / "manyhands" / "index" / f"{name}{SUFFIX}"
-    places = [] if beside is None else [beside.with_name(beside.name + SUFFIX)]
+    cached = Path(base) / "manyhands" / "index" / f"{_digest(place, 16)}{suffix}"
+    places = [] if beside is None else [beside.with_name(beside.name + suffix)]
     return [*places, cached] if cached.is_absolute() else places  # not everybody has a home
+
+
+def _digest(text: str, size: int) -> str:
+    data = text.encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 
 def find(places: Sequence[Path], kind: str, of: Fingerprint) -> Index | None:
@@ -110,19 +114,21 @@ def build(
 ) -> Index:
     """Write one, in the first place where that can be done. Raises UsageError.
 
-    `scan` gives all samples in order, each time that it is called; what it raises is raised.
+    `scan` gives all samples in order, each time that it is called; what it raises is raised. Who
+    comes while another process writes it waits for that one, and scans nothing.
     """
     reasons: list[str] = []
     for path in places:
         _check_is_ours(path)
-        try:
-            with _draft(path) as (draft, number):
-                _write(number, kind, of, scan())
-                with _writing():
-                    draft.replace(path)
-        except _Unwritable as error:
-            reasons.append(f"{path}: {error}")
-            continue
+        with turn(path.parent, path.name, _TURN_S):
+            index = find(places, kind, of)  # of whoever had a turn before
+            if index is not None:
+                return index
+            try:
+                _put_at(path, kind, of, scan)
+            except _Unwritable as error:
+                reasons.append(f"{path}: {error}")
+                continue
         index = _opened(path, kind, of)
         if index is not None:
             return index
@@ -131,6 +137,15 @@ def build(
         "an index of the samples can be written nowhere: " + ("; ".join(reasons) or "no folder"),
         hint="say where it can be: index=PATH",
     )
+
+
+def _put_at(path: Path, kind: str, of: Fingerprint, scan: Callable[[], Iterable[Found]]) -> None:
+    with ExitStack() as stack:
+        with _writing():
+            draft = stack.enter_context(drafting(path.parent, path.name))
+        _write(draft.number, kind, of, scan())
+        with _writing():
+            draft.path.replace(path)
 
 
 def _opened(path: Path, kind: str, of: Fingerprint) -> Index | None:
@@ -217,52 +232,3 @@ def _writing() -> Generator[None]:
         yield
     except OSError as error:
         raise _Unwritable(error.strerror) from error
-
-
-@contextmanager
-def _draft(path: Path) -> Generator[tuple[Path, int]]:
-    """A file beside it, and open; gone afterwards unless it was renamed. Old ones are cleared.
-
-    Its writer has a lock on it, which the kernel drops with the process: what has none is left
-    from a process that was killed.
-    """
-    with _writing():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for old in path.parent.glob(f".{glob.escape(path.name)}.*.draft"):
-            _clear(old)
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
-        number = _create_locked(draft)
-    try:
-        yield draft, number
-    finally:
-        os.close(number)
-        with suppress(FileNotFoundError):
-            draft.unlink()
-
-
-def _clear(draft: Path) -> None:
-    with suppress(FileNotFoundError):
-        number = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            draft.unlink()
-        except OSError as error:
-            # Somebody writes it, or nobody can tell because there are no locks here.
-            if error.errno not in (errno.EWOULDBLOCK, *_NO_LOCKS):
-                raise
-        finally:
-            os.close(number)
-
-
-def _create_locked(draft: Path) -> int:
-    while True:
-        number = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(number)
-                raise
-        if os.fstat(number).st_nlink:
-            return number
-        os.close(number)  # cleared between our two calls

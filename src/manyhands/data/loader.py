@@ -169,7 +169,7 @@ class Loader(Sourced):
 
     @property
     def bad(self) -> list[BadSample]:
-        """The first `max_bad` bad samples that this loop has met, each once."""
+        """The bad samples that this loop has met, each once."""
         return list(self._quarantine.bad)
 
     def __len__(self) -> int:
@@ -177,26 +177,28 @@ class Loader(Sourced):
         return self._calendar.rounds_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
+        """An epoch, which begins when its first batch is asked for."""
         if self._begun:  # and left: as with torch, what comes is another epoch
             self._epoch, self._consumed = self._epoch + 1, 0
         self._begun = True
         self._iteration += 1
-        return self._batches(self._iteration)
-
-    def _batches(self, iteration: int) -> Iterator[Any]:
+        iteration = self._iteration
         while (place := self._course.at(self._epoch, self._consumed)) is not None:
             batch, weight = self._read(place)
             self._consumed, self.weight = place.stop, weight
             if weight or self._world > 1:
                 yield batch
-                if iteration != self._iteration:
-                    raise UsageError(
-                        "another iteration over this Loader has begun, or a state was loaded",
-                        hint="one iteration at a time; make a second Loader for a second one",
-                    )
+            if iteration != self._iteration:
+                raise UsageError(
+                    "another iteration over this Loader has begun, or a state was loaded",
+                    hint="one iteration at a time; make a second Loader for a second one",
+                )
         self._epoch, self._consumed, self._begun = self._epoch + 1, 0, False
 
     def _read(self, place: Place) -> tuple[Any, int]:
+        """The batch, and how many of it count. Its bad samples are met last, when nothing else can
+        fail: what was met is what was consumed.
+        """
         began_s = time.perf_counter()
         if place != self._expected:
             self._supply.rest()
@@ -205,10 +207,11 @@ class Loader(Sourced):
         request = self._course.part(place)
         try:
             rows = self._supply.read(request)
+            batch = rows.batch
+            if not rows.num and self._world > 1:
+                batch = self._supply.stand_in(request)
             self._quarantine.meet(place.epoch, rows.bad)
-            if rows.num or self._world == 1:
-                return rows.batch, rows.num
-            return self._supply.stand_in(request), 0
+            return batch, rows.num
         finally:
             self.wait_s += time.perf_counter() - began_s
 
@@ -228,7 +231,8 @@ class Loader(Sourced):
             "consumed": self._consumed,
             "size": self._calendar.size,
             "shuffle": self._source.shuffle,
-            "bad": self._quarantine.count if self._consumed else 0,
+            "order": self._source.order_digest,
+            "bad": self._quarantine.count_in(self._epoch),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -250,6 +254,13 @@ class Loader(Sourced):
                 f"a state of {size} samples, shuffle={shuffle}, came; this Loader has "
                 f"{self._calendar.size}, shuffle={self._source.shuffle}",
                 hint="resume with the same table and order; another one begins anew",
+            )
+        if state_dict.get("order") != self._source.order_digest:
+            raise UsageError(
+                f"a state of the order {state_dict.get('order')} came; that of this Loader's table "
+                f"is {self._source.order_digest}",
+                hint="resume with the same tables, weights and seed of the Mixture; others begin "
+                "anew",
             )
         if not (epoch >= 0 and 0 <= consumed <= size and bad >= 0):
             raise UsageError(f"position {consumed} of epoch {epoch} is none of {size} samples")

@@ -17,6 +17,7 @@ The numbers here, like those of Order, are part of the format of checkpoints.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -67,8 +68,8 @@ class Mixture:
             raise UsageError(f"an epoch of {size} samples", hint="1 or more")
         self._size = sum(self._sizes) if size is None else size
         self._seed, self._shuffle = seed, shuffle
-        shares = self._sizes if weights is None else _whole(weights, len(self._tables))
-        self._turns = _Turns.over(shares)
+        self._shares = self._sizes if weights is None else _whole(weights, len(self._tables))
+        self._turns = _Turns.over(self._shares)
 
     def __len__(self) -> int:
         """Samples of an epoch."""
@@ -95,6 +96,17 @@ class Mixture:
         if not self._shuffle:
             return Drawn(table, place)
         return Drawn(table, _order(self._sizes[table], f"{self._seed}:{table}", lap).place(place))
+
+    def drawn_from(self, position: int) -> tuple[Any, int]:
+        """The table of the sample at a position, and its number there."""
+        table, sample = self.drawn(position)
+        return self._tables[table], sample
+
+    @property
+    def order_digest(self) -> str:
+        """Of what its sequence depends on: seed, sizes, shares, length of an epoch."""
+        known = (self._seed, self._sizes, self._shares, self._size, self._shuffle)
+        return hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
 
     def order_of_epoch(self, epoch: int) -> EpochOrder:
         """The positions of an epoch, for a loader."""

@@ -33,7 +33,10 @@ class Positions(Protocol):
 
 @runtime_checkable
 class Ordered(Protocol):
-    """A table that has an order of its own, which no shuffling may change."""
+    """A table that has an order of its own, which no shuffling may change.
+
+    `order_digest`, if it has one, is a text by which a state knows that order again.
+    """
 
     def order_of_epoch(self, epoch: int) -> Positions:
         """Of one epoch."""

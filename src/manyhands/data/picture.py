@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UsageError
-from manyhands.data.files import Tree
+from manyhands.data.files import Tree, read_in
+from manyhands.data.spec import parts_of
 from manyhands.data.table import BadSample
 
 _ORIENTATION = 0x0112
@@ -60,8 +61,12 @@ def decode(data: bytes) -> Tensor:
 def read_picture(tree: Tree, name: str, where: str) -> Tensor:
     """An image of a tree. Raises BadSample; what the network or the disk raises, as it is."""
     try:
-        data: bytes = tree[name].read_bytes()
-    except (KeyError, FileNotFoundError):
+        parts_of(name)  # lists of images are written by others, and may name anything
+    except UsageError as error:
+        raise BadSample(where, error.message) from None
+    try:
+        data = read_in(tree, name)
+    except (KeyError, FileNotFoundError, NotADirectoryError):
         raise BadSample(where, "it is not there") from None
     try:
         return decode(data)

@@ -54,6 +54,13 @@ def replacement(seed: int, attempt: int, size: int) -> Other:
     return Other(place, int.from_bytes(digest[8:], "little") >> 1)
 
 
+class Bad(NamedTuple):
+    """A sample that was to be at a position of an epoch, and cannot be read."""
+
+    position: int
+    error: BadSample
+
+
 class TooManyBad(ManyhandsError):
     """More samples of one epoch cannot be read than the user takes. `bad` are the first of them."""
 
@@ -70,37 +77,45 @@ class TooManyBad(ManyhandsError):
 
 
 class Quarantine:
-    """The bad samples that one loop has met. Used by its thread."""
+    """The bad samples that one loop has met. Used by its thread.
+
+    What counts is a position of an epoch: the same however often it is read, and by whatever
+    process. A file that comes at several of them (a Mixture may repeat it) counts at each.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._epoch = 0
         self._before = 0  # of this epoch, before this process knew of any
-        self._met: set[str] = set()  # in this epoch
+        self._met: dict[int, BadSample] = {}  # in this epoch, by position
         self._told: set[str] = set()
         self.bad: list[BadSample] = []
-        """The first of them, each once."""
+        """All that were met, each file or row once."""
 
-    @property
-    def count(self) -> int:
-        """In the epoch under way."""
-        return self._before + len(self._met)
+    def count_in(self, epoch: int) -> int:
+        """How many of an epoch were met, if it is the one under way."""
+        return self._before + len(self._met) if epoch == self._epoch else 0
 
     def resume(self, epoch: int, count: int) -> None:
         """So many were met in this epoch, by a process before."""
         self._epoch, self._before = epoch, count
         self._met.clear()
 
-    def meet(self, epoch: int, bad: Sequence[BadSample]) -> None:
-        """These were to be in a batch of that epoch. Raises TooManyBad."""
+    def meet(self, epoch: int, bad: Sequence[Bad]) -> None:
+        """These were to be in a batch of that epoch, which counts. Raises TooManyBad, and then has
+        not met them: the batch is not used.
+        """
+        if not bad:
+            return
         if epoch != self._epoch:
             self.resume(epoch, 0)
-        for error in bad:
-            self._met.add(error.where)
-            if error.where not in self._told and len(self.bad) < self._rules.max_bad:
+        met = self._met | dict(bad)
+        count = self._before + len(met)
+        if count > self._rules.max_bad:
+            raise TooManyBad(count, self._rules.max_bad, epoch, list(met.values()))
+        self._met = met
+        for _, error in bad:
+            if error.where not in self._told:
                 self._told.add(error.where)
                 self.bad.append(error)
                 log.warning("%s: %s", error.message, POLICIES[self._rules.policy])
-        if bad and self.count > self._rules.max_bad:
-            untold = (error for error in bad if error.where not in self._told)
-            raise TooManyBad(self.count, self._rules.max_bad, epoch, [*self.bad, *untold])

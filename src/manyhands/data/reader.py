@@ -6,14 +6,18 @@ process, to which it is pickled.
 
 from __future__ import annotations
 
+import gzip
 from typing import Any
 
 from manyhands.core.errors import ManyhandsError
 from manyhands.data.chance import Origin, begin_sample, end_sample, number_of
 from manyhands.data.fetch import Marks, Rows, seed_all
-from manyhands.data.quarantine import ATTEMPTS, Rules, replacement
+from manyhands.data.quarantine import ATTEMPTS, Bad, Rules, replacement
 from manyhands.data.source import Source
-from manyhands.data.table import BadSample, named, place_of
+from manyhands.data.table import BadSample, is_trusted, named, place_of
+
+# Packages that talk to others. What they raise is never about a sample.
+_NETWORKS = frozenset({"aiohttp", "botocore", "httpcore", "httpx", "urllib3"})
 
 
 class Reader:
@@ -27,15 +31,13 @@ class Reader:
         self._policy = (source.rules or Rules()).policy
         self._size, self._number = source.size, source.number
         self._seeds = alone and _draws(source)
-        # One that says where its samples are also says which of them are bad.
-        self._trusted = hasattr(source.dataset, "where") or self._policy == "raise"
 
     def read(self, marks: Marks) -> Rows:
         """What can be read of these. Raises what reading raised, and BadSample if that is the
         policy.
         """
         samples: list[Any] = []
-        bad: list[BadSample] = []
+        bad: list[Bad] = []
         try:
             for position, number in zip(marks.positions, marks.numbers, strict=True):
                 origin = Origin(self._seed, marks.epoch, position)
@@ -44,7 +46,8 @@ class Reader:
                 except BadSample as error:
                     if self._policy == "raise":
                         raise
-                    bad.append(BadSample(error.where, error.reason))  # without its frames
+                    plain = BadSample(error.where, error.reason)  # without its frames
+                    bad.append(Bad(position, plain))
                     if self._policy == "replace":
                         samples.append(self._other(origin))
         finally:
@@ -85,10 +88,10 @@ class Reader:
         begin_sample(origin)
         if self._seeds:
             seed_all(number_of(origin))
-        sample = self._table[number] if self._trusted else self._guarded(number)
+        sample = self._table[number] if self._policy == "raise" else self._guarded(number)
         if self._transform is None:
             return sample
-        with named(place_of(self._table, number)):
+        with named(lambda: place_of(self._table, number)):
             return self._transform(sample)
 
     def _guarded(self, number: int) -> Any:  # noqa: ANN401
@@ -97,7 +100,7 @@ class Reader:
         except BadSample:
             raise
         except Exception as error:
-            if _is_of_the_machine(error):
+            if _is_of_the_machine(error) or is_trusted(self._table, number):
                 raise
             where, what = place_of(self._table, number), str(error) or "no message"
             raise BadSample(where, f"{type(error).__name__}: {what}") from None
@@ -111,7 +114,23 @@ def _draws(source: Source) -> bool:
 
 
 def _is_of_the_machine(error: Exception) -> bool:
-    """A disk, a network or memory, that may do better at another time: nothing about the sample."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno is not None
-    )
+    """A disk, a network or memory, that may do better at another time, or something of ours that
+    is set up wrongly: nothing about the sample.
+
+    Whoever reads by a network has OSErrors of its own kinds (time-outs, `urllib`'s, `requests`'),
+    or errors that are none. About data there are three: a plain one without a number, as decoders
+    raise it, gzip's, and Pillow's for what is no image.
+    """
+    if isinstance(error, OSError):
+        torn = isinstance(error, gzip.BadGzipFile) or _is_no_image(error)
+        return not torn and (type(error) is not OSError or error.errno is not None)
+    return isinstance(error, MemoryError | ManyhandsError) or _is_of_a_network(error)
+
+
+def _is_no_image(error: OSError) -> bool:
+    """By its name: Pillow need not be here."""
+    return any(kind.__name__ == "UnidentifiedImageError" for kind in type(error).__mro__)
+
+
+def _is_of_a_network(error: Exception) -> bool:
+    return any(kind.__module__.partition(".")[0] in _NETWORKS for kind in type(error).__mro__)

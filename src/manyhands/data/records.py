@@ -131,7 +131,7 @@ class Records:
                 hint="make the table anew, and leave its file alone while it is in use",
             )
         if self._index_path is None:
-            places = indices.places_for(self.place, beside=self._own)
+            places = indices.places_for(self.place, self.kind, beside=self._own)
         else:
             places = [self._index_path]
         found = indices.find(places, self.kind, state)

@@ -22,10 +22,12 @@ class CsvTable(Records):
 
     `source` is a path or a blob, in UTF-8. The first row names the columns, unless `columns` does:
     then it is a sample. `types` says what a column's texts are turned into (`int`, `float`, any
-    function of a text); bool knows 1, true, yes and 0, false, no. Quoted texts may have new lines
-    in them. Blank lines are no samples. A row with another number of columns, with quotes that do
-    not match, or with a text that cannot be turned, raises BadSample with file and line. A quote
-    that nothing closes spoils the line in which it is opened, not the rest of the file.
+    function of a text, a mapping's `__getitem__` say, that raises ValueError, LookupError or
+    ArithmeticError for what it cannot turn); bool knows 1, true, yes and 0, false, no. Quoted
+    texts may have new lines in them. Blank lines are no samples. A row with another number of
+    columns, with quotes that do not match, or with a text that cannot be turned, raises BadSample
+    with file and line. A quote that nothing closes spoils the line in which it is opened, not the
+    rest of the file.
 
     Where each row begins is found once, and kept in a file beside it (see `index`). A .csv.gz can
     only be iterated over.
@@ -73,8 +75,9 @@ class CsvTable(Records):
         for name, turn, cell in zip(self.columns, self._turns, cells, strict=True):
             try:
                 row[name] = cell if turn is None else turn(cell)
-            except ValueError as error:
-                raise ValueError(f"column {name}: {cell[:80]!r}: {error}") from None
+            except (ValueError, LookupError, ArithmeticError) as error:
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                raise ValueError(f"column {name}: {cell[:80]!r}: {kind}{error}") from None
         return row
 
     def _header(self) -> tuple[str, ...]:

@@ -73,6 +73,13 @@ class Source:
         """The number in the data set of the sample at this place."""
         return place if self.chosen is None else int(self.chosen[place])
 
+    @property
+    def order_digest(self) -> str | None:
+        """Of the order that the data set has of its own; None if it has none, or does not say."""
+        if self.chosen is None and isinstance(self.dataset, Ordered):
+            return getattr(self.dataset, "order_digest", None)
+        return None
+
     def order(self, seed: int, epoch: int) -> Positions:
         """Which place comes when in an epoch. A table may have an order of its own."""
         if self.chosen is None and isinstance(self.dataset, Ordered):

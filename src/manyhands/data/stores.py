@@ -22,6 +22,11 @@ from manyhands.data.secret import redacted
 
 Kind = Literal["file", "folder"]
 _EXTRAS = {"s3": "manyhands[s3]", "s3a": "manyhands[s3]"}  # by what a URL begins with
+# What file systems of fsspec call what changes with a file, the most exact first.
+_VERSIONS = (
+    *("ETag", "etag", "blob_id", "Content-MD5", "md5Hash", "CRC"),
+    *("Last-Modified", "LastModified", "last_modified", "mtime", "modified", "updated", "created"),
+)
 _HINTS = {  # by the names of errors that botocore raises
     "NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile of "
     "~/.aws; for a public bucket, say anon = true",
@@ -55,6 +60,10 @@ class Store(Protocol):
 
     def size(self, key: str) -> int:
         """Of a file, in bytes. Raises NotThere."""
+        ...
+
+    def version(self, key: str) -> str:
+        """What is another text when a file has changed, where the place says so; else ''."""
         ...
 
     def local(self, key: str) -> Path | None:
@@ -134,6 +143,11 @@ class LocalStore:
         with named(f"{place} cannot be looked at"):
             return os.stat(place).st_size
 
+    def version(self, key: str) -> str:
+        place = self.place(key)
+        with named(f"{place} cannot be looked at"):
+            return str(os.stat(place).st_mtime_ns)
+
     def local(self, key: str) -> Path | None:
         return Path(self.place(key))
 
@@ -184,6 +198,9 @@ class TomlStore:
 
     def size(self, key: str) -> int:
         return len(self._bytes(key))
+
+    def version(self, key: str) -> str:
+        return ""  # it has no time of its own
 
     def local(self, key: str) -> Path | None:
         return None
@@ -273,6 +290,12 @@ class UrlStore:
         with named(f"{self.place(key)} cannot be looked at"):
             system, path = self._at(key)
             return int(system.info(path)["size"])
+
+    def version(self, key: str) -> str:
+        with named(f"{self.place(key)} cannot be looked at"):
+            system, path = self._at(key)
+            info = cast("Mapping[str, Any]", system.info(path))
+        return next((f"{name} {info[name]}" for name in _VERSIONS if info.get(name)), "")
 
     def local(self, key: str) -> Path | None:
         return None

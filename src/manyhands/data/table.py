@@ -6,9 +6,10 @@ data, not the moment. Whatever may go well at another time (a network, a disk) i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from manyhands.core.errors import ManyhandsError, UsageError
 
@@ -24,6 +25,15 @@ class Table(Protocol):
 
     def where(self, index: int) -> str:
         """The file of a sample and its place there, as messages name it."""
+        ...
+
+
+@runtime_checkable
+class Composed(Protocol):
+    """A table whose samples are those of others."""
+
+    def drawn_from(self, index: int) -> tuple[Any, int]:
+        """The table that a sample is of, and its number there."""
         ...
 
 
@@ -47,10 +57,29 @@ class Sequential(UsageError, TypeError):
     """
 
 
+def says_where(table: Any) -> bool:  # noqa: ANN401
+    """Whether it has a Table's `where`: a function of an index alone. That of tensors and of data
+    frames is something else.
+    """
+    try:
+        parameters = inspect.signature(table.where).parameters
+    except (AttributeError, TypeError, ValueError):  # there is none, or it is not Python's
+        return False
+    return len(parameters) == 1
+
+
+def is_trusted(table: Any, index: int) -> bool:  # noqa: ANN401
+    """Whether the table that has this sample knows BadSample: one that says where its samples are
+    also says which of them are bad.
+    """
+    while isinstance(table, Composed):
+        table, index = table.drawn_from(index)
+    return says_where(table)
+
+
 def place_of(table: Any, index: int) -> str:  # noqa: ANN401
     """Where a sample of any table is; for those that do not say, which one it is."""
-    where = getattr(table, "where", None)
-    return f"{type(table).__name__}[{index}]" if where is None else where(index)
+    return table.where(index) if says_where(table) else f"{type(table).__name__}[{index}]"
 
 
 @contextmanager

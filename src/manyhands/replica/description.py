@@ -14,12 +14,15 @@ from torch.optim import Optimizer
 from manyhands._version import __version__
 from manyhands.core.errors import ManyhandsError
 from manyhands.data.fetch import Request
+from manyhands.data.quarantine import Rules
 from manyhands.data.source import Source, Workers
 from manyhands.data.supply import supply_for
 from manyhands.replica.gradients import Named
 from manyhands.wire.tensors import bytes_of
 
 _SHOWN = 8  # differences that an error lists
+_FREE = ("epochs", "bad_gradients", "resync_every")  # after a resume
+_DATA = ("data", "evaluation")
 
 
 class Mismatch(ManyhandsError):
@@ -56,8 +59,27 @@ def describe(
 
 def describe_data(source: Source) -> dict[str, Any]:
     """Of a data set, and what is done about bad samples where that is known."""
-    found = {"samples": source.size, "fingerprint": fingerprint_of(source)}
+    found: dict[str, Any] = {"samples": source.size, "fingerprint": fingerprint_of(source)}
+    if source.order_digest is not None:
+        found["order"] = source.order_digest
     return found if source.rules is None else found | {"bad": source.rules.policy}
+
+
+def resumable(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """A description that was saved, with what may be another after a resume as `mine` has it: how
+    long to train, and what is done about what goes wrong.
+    """
+    return {
+        **saved,
+        **{name: mine[name] for name in _FREE},
+        **{n: _with_policy(saved[n], mine[n]) for n in _DATA if n in saved and n in mine},
+    }
+
+
+def _with_policy(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a data set, with the policy about bad samples that this peer has, if it has one."""
+    kept = {name: value for name, value in saved.items() if name != "bad"}
+    return kept | {name: mine[name] for name in ("bad",) if name in mine}
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -78,9 +100,12 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def fingerprint_of(source: Source) -> str:
-    """Of three samples that the seed does not choose: first, middle, last."""
+    """Of three samples that the seed does not choose: first, middle, last. Those that cannot be
+    read are left out, whatever the policy: the data are the same.
+    """
     places = sorted({0, source.size // 2, source.size - 1})
-    here = replace(source, shuffle=False, workers=Workers(), device=None)
+    rules = None if source.rules is None else Rules(policy="skip")
+    here = replace(source, shuffle=False, workers=Workers(), device=None, rules=rules)
     supply = supply_for(here, 0, lambda request: request)
     digest = hashlib.blake2b(digest_size=8)
     for value in _leaves(supply.read(Request(0, tuple(places))).batch):

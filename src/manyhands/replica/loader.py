@@ -141,7 +141,7 @@ class Loader:
 
     @property
     def bad(self) -> list[BadSample]:
-        """The bad samples that this peer was to compute, each once; the first `max_bad`."""
+        """The bad samples that this peer was to compute, each once."""
         return self._intake.bad
 
     def __len__(self) -> int:
@@ -219,7 +219,7 @@ class Evaluation:
 
     @property
     def bad(self) -> list[BadSample]:
-        """The bad samples that this peer was to evaluate, each once; the first `max_bad`."""
+        """The bad samples that this peer was to evaluate, each once."""
         return self._intake.bad
 
 

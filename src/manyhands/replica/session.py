@@ -41,6 +41,7 @@ from manyhands.replica.description import (
     describe_data,
     differences,
     digest_of,
+    resumable,
 )
 from manyhands.replica.deviation import Watch, classes_of
 from manyhands.replica.fingerprint import Tensors
@@ -465,8 +466,7 @@ class Session:
             )
             return None
         base, description = found
-        free = {n: self.description[n] for n in ("epochs", "bad_gradients", "resync_every")}
-        self._compare({**description, **free})
+        self._compare(resumable(description, self.description))
         return base.open()
 
 

@@ -172,6 +172,12 @@ def test_places_are_shown_without_secrets():
         assert "hunter2" not in said[2]
 
 
+def test_a_token_before_the_name_of_a_web_server_is_not_shown():
+    assert repr(UrlStore("https://hunter2@h/x")) == "UrlStore('https://***@h/x')"
+    for plain in ("https://h/a@b", "https://h/x?mail=a@b", "sftp://me@h/x"):
+        assert UrlStore(plain).place("") == plain
+
+
 def test_a_url_that_fsspec_does_not_know():
     with pytest.raises(UsageError, match="cannot be opened"):
         BlobTree.at("nonsense://place")

@@ -230,6 +230,16 @@ def test_the_example_is_good():
         {"driver": "fsspec", "url": "x://x", "options": {"password": 5}},
         {"driver": "TomlDataStorage", "data": {}, "token": "x"},
         {"driver": "Unknown", "credentials": {"secret": "x"}},
+        {"driver": "fsspec", "url": "x://x", "options": {"headers": {"Authorization": "Bearer x"}}},
+        {"driver": "fsspec", "url": "x://x", "options": {"client_kwargs": {"auth": "me:x"}}},
+        {"driver": "fsspec", "url": "x://x", "options": {"auth": {"login": "me"}}},
+        {"driver": "fsspec", "url": "x://x", "options": {"cookies": {"session": "x"}}},
+        {"driver": "fsspec", "url": "x://x", "options": {"headers": {"Cookie": "session=x"}}},
+        {"driver": "fsspec", "url": "x://x", "options": {"credential": "x"}},
+        {"driver": "fsspec", "url": "abfs://x", "options": {"connection_string": "AccountKey=x"}},
+        {"driver": "fsspec", "url": "abfs://x", "options": {"connectionString": "AccountKey=x"}},
+        {"driver": "fsspec", "url": "https://ghp_AKIA@host/x"},
+        {"driver": "S3", "bucket": "b", "endpoint_url": "https://AKIA@h"},
     ],
 )
 def test_secrets_are_refused(storage):
@@ -249,6 +259,10 @@ def test_secrets_are_refused(storage):
         {"driver": "fsspec", "url": "gs://public", "options": {"token": "anon"}},
         {"driver": "fsspec", "url": "sftp://host/x", "options": {"key_file": "~/.ssh/id"}},
         {"driver": "fsspec", "url": "https://host/x?page=1", "options": {"monkey": "see"}},
+        {"driver": "fsspec", "url": "sftp://me@host/x", "options": {"auth_method": "agent"}},
+        {"driver": "fsspec", "url": "abfs://box@account/x", "options": {"author": "me"}},
+        {"driver": "fsspec", "url": "gs://x", "options": {"credentials_file": "~/me.json"}},
+        {"driver": "fsspec", "url": "https://host/a@b", "options": {"connection": "keep"}},
         {"driver": "TomlDataStorage", "data": {"key": "eA==", "password": {"token": "eA=="}}},
     ],
 )
