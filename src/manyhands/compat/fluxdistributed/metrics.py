@@ -141,9 +141,11 @@ def log_loss_and_acc(
     step: int = 0,
     log: Callable[[Mapping[str, float], int], None] | None = None,
 ) -> dict[str, float]:
-    """Loss and top-k of a batch, or of several; logged, and returned by name (`val/top5`).
+    """Loss and top-k of a batch, or of several, where the model is; logged, and returned by name
+    (`val/top5`).
 
-    They go to `log(metrics, step)`, else to the logger of `with_logger`, else to the console.
+    They go to `log(metrics, step)`, else to the logger of `with_logger`, else to the console. In a
+    block of `with_logger` no step goes back: one that would is the next after the last row there.
     """
     from manyhands.compat.fluxdistributed.logs import current_log
 

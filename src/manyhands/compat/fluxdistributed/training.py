@@ -17,7 +17,7 @@ from manyhands.compat.fluxdistributed.feed import Feed
 from manyhands.compat.fluxdistributed.hands import PATIENCE_S, run_hands
 from manyhands.compat.fluxdistributed.judge import Judge
 from manyhands.compat.fluxdistributed.kept import tensors_of
-from manyhands.compat.fluxdistributed.logs import desk_for
+from manyhands.compat.fluxdistributed.logs import log_for
 from manyhands.compat.fluxdistributed.loop import Course, Loop, OnOom, Outcome, Replica
 from manyhands.compat.fluxdistributed.optimizers import Opt, Schedule, pace_for
 from manyhands.compat.fluxdistributed.rows import table_of
@@ -99,7 +99,7 @@ def train(
             replica.load(found.tree)
     standing = Standing() if found is None else found.standing
     check_equal(setup)
-    with desk_for(logger, params_of(setup)) as log_row, generators_kept():
+    with log_for(logger, params_of(setup), first=standing.step) as log_row, generators_kept():
 
         def act(rank: int, carrier: Carrier) -> Outcome:
             now = msgspec.structs.replace(standing)  # each counts for itself, all alike
