@@ -117,6 +117,62 @@ def test_buffers_that_nobody_writes_stay_what_they_are():
         assert torch.equal(replica.flags, model.flags)
 
 
+class Notices(nn.Module):
+    """Has buffers that it changes when a row is large; a device with none leaves them alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES).double()
+        self.register_buffer("level", torch.tensor([10.0, -3.0]))
+        self.register_buffer("times", torch.tensor([5]))
+        self.register_buffer("met", torch.tensor([False]))
+
+    def forward(self, x):
+        if x.max() > 100:
+            self.level *= 2
+            self.times += 1
+            self.met |= True
+        return self.layer(x.clamp(-1, 1))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_buffer_that_one_device_changes_counts_the_others_as_they_are(rank):
+    places = Order(6, seed=0, epoch=0).indices(0, 6).tolist()
+    x, y = data(6)[:]
+    x[places[2 * rank], 0] = 1000.0  # each device has two rows
+    table = torch.utils.data.TensorDataset(x, y)
+    setup, _ = trained(Notices(), table, ["cpu"] * 3, 2, options={"cycles": 1})
+    for replica in setup.models:
+        torch.testing.assert_close(replica.level, torch.tensor([10.0, -3.0]) * 4 / 3)
+        assert replica.times.tolist() == [6]
+        assert replica.met.tolist() == [True]
+
+
+class Waves(nn.Module):
+    """With complex parameters, and a complex buffer that it writes."""
+
+    def __init__(self):
+        super().__init__()
+        made = torch.Generator().manual_seed(0)
+        parts = torch.randn(FEATURES, CLASSES, 2, generator=made, dtype=torch.float64)
+        self.weight = nn.Parameter(torch.view_as_complex(parts))
+        self.register_buffer("mean", torch.zeros(CLASSES, dtype=torch.complex128))
+
+    def forward(self, x):
+        made = x.to(torch.complex128) @ self.weight
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * made.detach().mean(0)
+        return made.abs()
+
+
+def test_complex_parameters_are_averaged_too():
+    one, _ = trained(Waves(), data(48), ["cpu"], 12, options={"cycles": 6})
+    many, _ = trained(Waves(), data(48), ["cpu"] * 3, 4, options={"cycles": 6})
+    close(many.models[0], one.models[0])
+    assert all(same(model, many.models[0]) for model in many.models)
+    assert not same(one.models[0], Waves())
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_each_epoch_has_every_sample_once(devices):
     computed = []

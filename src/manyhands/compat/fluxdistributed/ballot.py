@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from manyhands.compat.fluxdistributed.layout import Layout
 from manyhands.stages.carrier import Carrier
 
 _PLAIN = 3  # loss, done, bad
@@ -21,21 +22,21 @@ class Verdict(NamedTuple):
     bad: int  # samples that they have met
     short: tuple[int, ...]  # ranks of those that ran out of memory
     used: list[bool]  # leaves, by any device
+    givers: dict[int, int]  # of leaves that cannot be averaged, by place: whose value it is
 
     @property
     def total(self) -> int:
         """The rows of all."""
         return sum(self.rows)
 
-    @property
-    def first(self) -> int:
-        """The first rank that has rows."""
-        return next(rank for rank, rows in enumerate(self.rows) if rows)
+    def given_by(self, rank: int) -> list[int]:
+        """Places of the leaves whose value is that device's."""
+        return [place for place, giver in self.givers.items() if giver == rank]
 
 
 def vote(
     carrier: Carrier,
-    num_leaves: int,
+    layout: Layout,
     *,
     rows: int = 0,
     loss: float = 0.0,
@@ -45,22 +46,27 @@ def vote(
     used: Sequence[bool] = (),
 ) -> Verdict:
     """Before a step is taken. All devices call it; `loss` is the mean of this one's rows."""
-    world = carrier.size
-    ballot = torch.zeros(_PLAIN + 2 * world + num_leaves, dtype=torch.float64)
-    ballot[0], ballot[1], ballot[2] = loss * rows, done, bad
-    ballot[_PLAIN + carrier.rank] = rows
-    ballot[_PLAIN + world + carrier.rank] = short
+    world, num_leaves, given = carrier.size, len(layout.leaves), layout.given
+    marks = torch.zeros(world, len(given), dtype=torch.float64)  # who has changed what
+    plain = torch.zeros(_PLAIN + 2 * world + num_leaves, dtype=torch.float64)
+    plain[0], plain[1], plain[2] = loss * rows, done, bad
+    plain[_PLAIN + carrier.rank] = rows
+    plain[_PLAIN + world + carrier.rank] = short
     if used:
-        ballot[_PLAIN + 2 * world :] = torch.tensor(used, dtype=torch.float64)
-    summed, ended, met, *rest = _counted(carrier, ballot)
+        plain[_PLAIN + 2 * world :] = torch.tensor(used, dtype=torch.float64)
+        mine = [used[place] for place in given]
+        marks[carrier.rank] = torch.tensor(mine, dtype=torch.float64)
+    summed, ended, met, *rest = _counted(carrier, torch.cat([plain, marks.flatten()]))
     each = tuple(int(count) for count in rest[:world])
+    flags, marked = rest[2 * world : 2 * world + num_leaves], rest[2 * world + num_leaves :]
     return Verdict(
         rows=each,
         loss=summed / max(1, sum(each)),
         done=int(ended),
         bad=int(met),
         short=tuple(rank for rank in range(world) if rest[world + rank]),
-        used=[bool(count) for count in rest[2 * world :]],
+        used=[bool(count) for count in flags],
+        givers=_givers(given, marked, world),
     )
 
 
@@ -69,6 +75,16 @@ def confirm(carrier: Carrier, *, failed: bool = False) -> tuple[int, ...]:
     ballot = torch.zeros(carrier.size, dtype=torch.float64)
     ballot[carrier.rank] = failed
     return tuple(rank for rank, count in enumerate(_counted(carrier, ballot)) if count)
+
+
+def _givers(given: Sequence[int], marked: Sequence[float], world: int) -> dict[int, int]:
+    """The first rank that has changed a leaf; none has those that are left out."""
+    found: dict[int, int] = {}
+    for rank in range(world):
+        for place, mark in zip(given, marked[rank * len(given) :], strict=False):
+            if mark:
+                found.setdefault(place, rank)
+    return found
 
 
 def _counted(carrier: Carrier, ballot: torch.Tensor) -> list[float]:

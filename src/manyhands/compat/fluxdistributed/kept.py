@@ -46,7 +46,12 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def real(tensor: Tensor) -> Tensor:
+    """The same memory, as real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """For comparison: of floats, a NaN is equal to itself, and 0 is not -0."""
-    plain = tensor.detach()
+    plain = real(tensor.detach())
     return plain.view(_INTS[plain.element_size()]) if plain.is_floating_point() else plain

@@ -25,7 +25,7 @@ class Leaf(msgspec.Struct, frozen=True):
     start: int
     numel: int
     gradient: bool  # of a parameter; else a buffer
-    summed: bool  # by weight; else it is the first device's value
+    summed: bool  # by weight; else it is the value of one device that has changed it
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -40,6 +40,15 @@ class Layout(msgspec.Struct, frozen=True):
         for leaf in self.leaves:
             sizes[leaf.dtype] = leaf.start + leaf.numel
         return sizes
+
+    @property
+    def given(self) -> list[int]:
+        """Places of the leaves that cannot be averaged."""
+        return [place for place, leaf in enumerate(self.leaves) if not leaf.summed]
+
+    def start_of_buffers(self, dtype: str) -> int:
+        """Where in the flat tensor of a dtype the gradients end: they come first."""
+        return sum(leaf.numel for leaf in self.leaves if leaf.gradient and leaf.dtype == dtype)
 
     def moved(self, used: Sequence[bool]) -> list[str]:
         """The dtypes whose flat tensors must be put together, when these leaves were used."""
@@ -66,7 +75,7 @@ def layout_of(model: nn.Module) -> Layout:
         start = sizes.get(dtype, 0)
         sizes[dtype] = start + tensor.numel()
         shape = tuple(tensor.shape)
-        summed = gradient or tensor.is_floating_point()
+        summed = tensor.is_floating_point() or tensor.is_complex()
         leaves.append(Leaf(name, dtype, shape, start, tensor.numel(), gradient, summed))
 
     for name, parameter in model.named_parameters():

@@ -125,7 +125,7 @@ class Loop:
             loss = self._step(self._feed.take())
             now.step += 1
             self._account(loss)
-        vote(self._everybody, len(self._replica.slot.layout.leaves), done=True)
+        vote(self._everybody, self._replica.slot.layout, done=True)
         self._save(last=True)
         return Outcome(standing=now, history=self._history)
 
@@ -158,7 +158,7 @@ class Loop:
         if not verdict.total:
             return None  # all its samples are bad
         slot = replica.slot
-        slot.weigh(batch.rows / verdict.total, first=self._everybody.rank == verdict.first)
+        slot.weigh(batch.rows / verdict.total, verdict.given_by(self._everybody.rank))
         slot.add_up(self._everybody, verdict.used)
         self._check()
         return verdict
@@ -176,7 +176,7 @@ class Loop:
         try:
             verdict = vote(
                 self._everybody,
-                len(replica.slot.layout.leaves),
+                replica.slot.layout,
                 rows=batch.rows,
                 loss=value,
                 bad=self._feed.num_bad,

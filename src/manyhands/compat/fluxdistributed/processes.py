@@ -99,12 +99,12 @@ def syncgrads(group: ManyhandsGroup, *, verbose: bool = False) -> Synced:
         raise Malformed(f"worker 1 told no layout of a model: {error}") from None
     slot, steps = Slot(layout, _CPU), 0
     while True:
-        verdict = vote(everybody, len(layout.leaves))
+        verdict = vote(everybody, layout)
         if verdict.done:
             break
         if verdict.short or not verdict.total:
             continue
-        slot.weigh(0.0, first=False)
+        slot.weigh(0.0, ())
         slot.add_up(everybody, verdict.used)
         confirm(everybody)
         steps += 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.compat.fluxdistributed.buffer import Buffer, Slot
+from manyhands.compat.fluxdistributed.buffer import Buffer, Final, Slot
 from manyhands.compat.fluxdistributed.kept import Kept
 from manyhands.core.errors import UsageError
 
@@ -82,20 +82,28 @@ def compute(
 def update(optimizer: Optimizer, model: nn.Module, final: Mapping[str, Tensor] | Slot) -> None:
     """The optimizer's step with these gradients, by name; afterwards the model has none.
 
-    A parameter that is not named has no gradient, so the optimizer leaves it as it is.
+    A parameter that is not named has no gradient, so the optimizer leaves it as it is. What
+    `sync_buffer` returned has the model's buffers, too (BatchNorm's statistics): it gets them.
     """
     if isinstance(final, Slot):
         final.show(model)
     else:
-        names = dict(model.named_parameters())
-        if odd := sorted(final.keys() - names.keys()):
-            raise UsageError(f"gradients for {odd[0]}, which this model does not have")
-        for name, parameter in names.items():
-            given = final.get(name)
-            parameter.grad = None if given is None else given.to(parameter.device)
+        _give(model, final, final.buffers if isinstance(final, Final) else {})
     optimizer.step()
     for parameter in model.parameters():
         parameter.grad = None
+
+
+@torch.no_grad()
+def _give(model: nn.Module, final: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    names, own = dict(model.named_parameters()), dict(model.named_buffers())
+    if odd := sorted((final.keys() - names.keys()) | (buffers.keys() - own.keys())):
+        raise UsageError(f"gradients for {odd[0]}, which this model does not have")
+    for name, parameter in names.items():
+        given = final.get(name)
+        parameter.grad = None if given is None else given.to(parameter.device)
+    for name, value in buffers.items():
+        own[name].copy_(value)
 
 
 def rows_of(x: Any) -> int:  # noqa: ANN401
