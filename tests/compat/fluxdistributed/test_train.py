@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from manyhands.compat.fluxdistributed import prepare_training, train
-from manyhands.core.errors import UsageError
+from manyhands.core.errors import ManyhandsError, UsageError
 from manyhands.data.chance import generator
 from manyhands.data.order import Order
 from manyhands.data.table import BadSample
@@ -269,6 +269,15 @@ def test_bad_samples_are_replaced_or_raised():
         trained(mlp(), data(50), ["cpu"], 4, options={"bad": "ignore"})
 
 
+@pytest.mark.parametrize(
+    ("devices", "said"), [(1, "no sample of epoch 0 can be read"), (2, "all are bad")]
+)
+def test_a_table_of_nothing_but_bad_samples_is_an_error(devices, said):
+    table = Torn(data(50), range(50))
+    with pytest.raises(ManyhandsError, match=said):
+        trained(mlp(), table, ["cpu"] * devices, 4, options={"epochs": 1, "bad": "skip"})
+
+
 def test_random_transforms_draw_the_same_at_any_number_of_devices():
     def noisy(x):
         return x + 0.1 * torch.randn(x.shape, generator=generator(), dtype=x.dtype)
@@ -277,6 +286,20 @@ def test_random_transforms_draw_the_same_at_any_number_of_devices():
     one, _ = trained(mlp(), data(50), ["cpu"], 8, options=options)
     many, _ = trained(mlp(), data(50), ["cpu"] * 4, 2, options=options)
     close(one.models[0], many.models[0])
+
+
+def test_layers_that_are_meant_to_be_in_eval_mode_stay_so():
+    model = normed()
+    model[2].eval()
+    setup, _ = trained(model, data(48, dtype=torch.float32), ["cpu"] * 2, 4)
+    for replica in setup.models:
+        assert replica.training
+        assert not replica[2].training
+        assert torch.equal(replica[2].running_mean, model[2].running_mean)
+        assert not torch.equal(replica[2].weight, model[2].weight)
+    model = normed().eval()  # as a whole: as after an evaluation
+    setup, _ = trained(model, data(48, dtype=torch.float32), ["cpu"], 8)
+    assert all(module.training for module in setup.models[0].modules())
 
 
 # -- optimizers and schedules ---------------------------------------------------------------------

@@ -120,7 +120,8 @@ class Loop:
     def run(self) -> Outcome:
         """Take the steps that are left. Raises TrainingBroken, and what a device raised."""
         course, now = self._course, self._now
-        self._replica.model.train()
+        if not self._replica.model.training:  # else some of its layers may be meant not to
+            self._replica.model.train()
         while now.step < course.steps:
             loss = self._step(self._feed.take())
             now.step += 1

@@ -31,7 +31,7 @@ from manyhands.compat.fluxdistributed.layout import Layout
 from manyhands.compat.fluxdistributed.logs import desk_for
 from manyhands.compat.fluxdistributed.loop import Loop, OnOom, Outcome, Replica
 from manyhands.compat.fluxdistributed.optimizers import Opt, Schedule, pace_for
-from manyhands.compat.fluxdistributed.saving import Standing, Where
+from manyhands.compat.fluxdistributed.saving import Standing, Where, find
 from manyhands.compat.fluxdistributed.setup import Options, Setup, prepare
 from manyhands.compat.fluxdistributed.share import share
 from manyhands.compat.fluxdistributed.step import LossFn
@@ -44,7 +44,6 @@ from manyhands.compat.fluxdistributed.training import (
     judge_for,
     params_of,
     result_of,
-    saved_at,
 )
 from manyhands.core.address import Address
 from manyhands.core.errors import Malformed, UsageError
@@ -235,7 +234,7 @@ def _begin(
     """The first worker's state for all: what it was given, or what it finds to go on from."""
     mine: dict[str, Any] | None = None
     if crew.rank == 0:
-        found = saved_at(resume, save, setup)
+        found = find(resume, save, setup.terms)
         standing = Standing() if found is None else found.standing
         tree = replica.state() if found is None else found.tree
         mine = {"standing": msgspec.to_builtins(standing), "replica": tree}

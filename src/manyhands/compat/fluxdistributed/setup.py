@@ -50,7 +50,8 @@ class Setup:
     @property
     def terms(self) -> Terms:
         """What a checkpoint must be of."""
-        return Terms(size=self.source.size, rows=self.source.batch, seed=self.options.seed)
+        source = self.source
+        return Terms(source.size, source.batch, self.options.seed, source.drop_last)
 
     def optimize(self, opt: Opt) -> None:
         """Other optimizers for the replicas as they are."""

@@ -21,7 +21,7 @@ from manyhands.compat.fluxdistributed.logs import log_for
 from manyhands.compat.fluxdistributed.loop import Course, Loop, OnOom, Outcome, Replica
 from manyhands.compat.fluxdistributed.optimizers import Opt, Schedule, pace_for
 from manyhands.compat.fluxdistributed.rows import table_of
-from manyhands.compat.fluxdistributed.saving import Saved, Standing, Where, load
+from manyhands.compat.fluxdistributed.saving import Standing, Where, find
 from manyhands.compat.fluxdistributed.setup import Setup
 from manyhands.compat.fluxdistributed.step import LossFn, check_reduction
 from manyhands.core.errors import UsageError
@@ -93,7 +93,7 @@ def train(
         save=save,
     )
     replicas = _replicas(setup, buffer, sched)
-    found = saved_at(resume, save, setup)
+    found = find(resume, save, setup.terms)
     if found is not None:
         for replica in replicas:
             replica.load(found.tree)
@@ -204,20 +204,6 @@ def feed_for(setup: Setup, rank: int, world: int, first: int) -> Feed:
         first=first,
         ahead=setup.options.buffersize,
     )
-
-
-def saved_at(resume: Where | bool | None, save: Where | None, setup: Setup) -> Saved | None:
-    """The checkpoint to go on from. Raises UsageError if one was named that is not there."""
-    if resume is None or resume is False:
-        return None
-    if resume is True:
-        if save is None:
-            raise UsageError("resume=True without save", hint="resume=FOLDER, or save=FOLDER too")
-        return load(save, setup.terms)
-    found = load(resume, setup.terms)
-    if found is None:
-        raise UsageError(f"there is no checkpoint in {resume}", hint="save=... writes some there")
-    return found
 
 
 def _replicas(setup: Setup, buffer: Buffer, sched: Schedule | None) -> list[Replica]:
