@@ -46,3 +46,12 @@ def _one(name: Device) -> torch.device:
 def cores_for(num_devices: int, num_cores: int) -> int:
     """How many cores torch uses for each of so many devices."""
     return max(1, num_cores // num_devices)
+
+
+def kind_of(device: torch.device) -> str:
+    """What its arithmetic depends on: of two kinds, the last bits differ."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    if device.type == "cpu":
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    return device.type

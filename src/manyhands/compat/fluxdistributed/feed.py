@@ -7,7 +7,7 @@ many devices there are, and every sample of an epoch counts once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from manyhands.core.errors import ManyhandsError
@@ -98,9 +98,3 @@ class Feed:
 def share_of(num_rows: int, rank: int, world: int) -> range:
     """Which of some rows are this device's."""
     return range(num_rows * rank // world, num_rows * (rank + 1) // world)
-
-
-def read_batch(dataset: Any, places: list[int], collate: Callable[[list[Any]], Any]) -> Batch:  # noqa: ANN401
-    """These samples of a data set of (x, y)."""
-    x, y = collate([dataset[place] for place in places])
-    return Batch(x, y, len(places))

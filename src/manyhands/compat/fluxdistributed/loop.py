@@ -334,8 +334,20 @@ class Loop:
 
     def _evaluated(self) -> dict[str, float]:
         assert self._judge is not None
-        found = self._judge.scores(self._replica.model, self._replica.device, self._crew)
-        self._replica.pace.scored(found["val/loss"])
+        found = self._judge.scores(
+            self._replica.model,
+            self._replica.device,
+            self._crew,
+            pieces=self._now.pieces,
+            on_oom=self._course.on_oom,
+        )
+        if not found:
+            self._warn(
+                f"a device ran out of memory in the evaluation after step {self._now.step}, "
+                "which is left out"
+            )
+        if "val/loss" in found:
+            self._replica.pace.scored(found["val/loss"])
         return found
 
     def _keep(self, row: dict[str, float]) -> None:

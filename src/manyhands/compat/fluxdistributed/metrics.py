@@ -79,17 +79,19 @@ class Score:
     loss: float = 0.0
     ranked: float = 0.0
     """Rows whose output is one value a class."""
+    bad: float = 0.0
+    """Samples that could not be read."""
     hits: list[float]
     """For each k, the rows whose class is among the first k."""
 
     def means(self, tag: str, ks: Sequence[int]) -> dict[str, float]:
         """`val/loss`, `val/top1`, ...: without top-k where outputs are no classes."""
-        found = {f"{tag}/loss": self.loss / max(1.0, self.rows)}
+        found = {f"{tag}/loss": self.loss / self.rows} if self.rows else {}
         if self.ranked:
             found |= {
                 f"{tag}/top{k}": hit / self.ranked for k, hit in zip(ks, self.hits, strict=True)
             }
-        return found
+        return found | ({f"{tag}/bad": self.bad} if self.bad else {})
 
 
 @torch.no_grad()

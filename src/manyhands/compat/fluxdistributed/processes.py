@@ -11,8 +11,10 @@ machine.
 from __future__ import annotations
 
 import copy
+import hashlib
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +26,18 @@ from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.open import open_group
 from manyhands.compat.fluxdistributed.ballot import confirm, vote
 from manyhands.compat.fluxdistributed.buffer import Slot
-from manyhands.compat.fluxdistributed.devices import Device, resolve
+from manyhands.compat.fluxdistributed.devices import Device, kind_of, resolve
+from manyhands.compat.fluxdistributed.errors import NotSynced
 from manyhands.compat.fluxdistributed.feed import Bad
-from manyhands.compat.fluxdistributed.hands import PATIENCE_S
+from manyhands.compat.fluxdistributed.hands import PATIENCE_S, using
+from manyhands.compat.fluxdistributed.kept import tensors_of
 from manyhands.compat.fluxdistributed.layout import Layout
-from manyhands.compat.fluxdistributed.logs import desk_for
+from manyhands.compat.fluxdistributed.logs import log_for
 from manyhands.compat.fluxdistributed.loop import Loop, OnOom, Outcome, Replica
 from manyhands.compat.fluxdistributed.optimizers import Opt, Schedule, pace_for
 from manyhands.compat.fluxdistributed.saving import Standing, Where, find
 from manyhands.compat.fluxdistributed.setup import Options, Setup, prepare
-from manyhands.compat.fluxdistributed.share import share
+from manyhands.compat.fluxdistributed.share import share, tell_all
 from manyhands.compat.fluxdistributed.step import LossFn
 from manyhands.compat.fluxdistributed.training import (
     VAL_SAMPLES,
@@ -49,6 +53,7 @@ from manyhands.core.address import Address
 from manyhands.core.errors import Malformed, UsageError
 from manyhands.links.base import LinkSettings
 from manyhands.stages.carrier import AloneCarrier, Carrier, GroupCarrier
+from manyhands.wire.tensors import bytes_of
 
 MEET_S = 300.0  # for the slowest worker to start
 OUTAGE_S = 5.0  # for a main process that is gone: nobody waits longer
@@ -142,13 +147,16 @@ def getgrads(
     save: Where | None = None,
     resume: Where | bool | None = None,
     val_samples: int | None = VAL_SAMPLES,
+    val_transform: Callable[[Any], Any] | None = None,
 ) -> Result:
     """In a worker: train with all others, as `train` does; `batchsize` is this worker's.
 
     All workers pass the same; they begin with the first worker's values of the model. That one
     logs and saves, and reads what is resumed. Raises what `train` raises, and LinkError.
     """
-    check_options(loss, log_every=log_every, eval_every=eval_every, on_oom=on_oom)
+    check_options(
+        loss, log_every=log_every, eval_every=eval_every, on_oom=on_oom, sched=sched, val=val
+    )
     rank, num_workers = group.rank() - 1, group.size() - 1
     if rank < 0:
         raise UsageError("rank 0 is the main process", hint="it runs syncgrads(group)")
@@ -182,16 +190,18 @@ def getgrads(
     standing = _begin(replica, crew, setup, resume, save)
     names = tuple(f"worker {number}" for number in range(1, num_workers + 1))
     course = course_for(
-        *(setup, loss, names),
+        *(setup, loss, names, tell_all(crew, kind_of(place).encode())),
         log_every=log_every,
         eval_every=eval_every,
         on_oom=on_oom,
         save=save,
     )
-    judge = judge_for(setup, loss, val, val_samples)
+    judge = judge_for(setup, loss, val, val_samples, val_transform)
     feed = feed_for(setup, rank, num_workers, standing.step)
+    params = params_of(setup)
+    logged = log_for(logger, params, first=standing.step) if rank == 0 else nullcontext()
     try:
-        with desk_for(logger if rank == 0 else _mute, params_of(setup)) as log_row:
+        with logged as log_row, using(place):
             outcome = Loop(
                 *(course, replica, feed),
                 everybody=everybody,
@@ -202,6 +212,7 @@ def getgrads(
             ).run()
     finally:
         feed.close()
+    _check_equal(replica, crew, names)
     share(everybody, _told(replica, outcome) if rank == 0 else None, 1)
     return result_of(setup, outcome)
 
@@ -243,6 +254,20 @@ def _begin(
     return msgspec.convert(told["standing"], Standing)
 
 
+def _check_equal(replica: Replica, crew: Carrier, names: tuple[str, ...]) -> None:
+    """All replicas are equal, to the bit. All workers call it; raises NotSynced, in all of them."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors_of(replica.model).values():
+        digest.update(bytes_of(tensor.detach().cpu().contiguous()))
+    found = tell_all(crew, digest.digest())
+    odd = [name for name, said in zip(names, found, strict=True) if said != found[0]]
+    if odd:
+        raise NotSynced(
+            f"the replica of {', '.join(odd)} is not that of {names[0]}",
+            hint="is it the same code and the same version of torch on all of them?",
+        )
+
+
 def _told(replica: Replica, outcome: Outcome) -> dict[str, Any]:
     now = outcome.standing
     return {
@@ -251,10 +276,6 @@ def _told(replica: Replica, outcome: Outcome) -> dict[str, Any]:
         "model": replica.model.state_dict(),
         "history": outcome.history,
     }
-
-
-def _mute(metrics: Any, step: int) -> None:  # noqa: ANN401
-    """The first worker logs."""
 
 
 def model_of(model: nn.Module, synced: Synced) -> nn.Module:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+
+from typing import Any, cast
 
 import msgspec
+import torch
 
 from manyhands.checkpoint.tree import flatten, unflatten
 from manyhands.core.errors import Malformed
@@ -43,3 +46,13 @@ def share(carrier: Carrier, tree: Any, root: int) -> Any:  # noqa: ANN401
     for work in pending:
         work.wait()
     return tree if carrier.rank == root else unflatten(words.shape, tensors)
+
+
+def tell_all(carrier: Carrier, word: bytes) -> list[int]:
+    """Of what each device says, a number: the same for the same words. All devices call it."""
+    said = torch.zeros(carrier.size, dtype=torch.int64)
+    digest = hashlib.blake2b(word, digest_size=8).digest()
+    said[carrier.rank] = int.from_bytes(digest, "little", signed=True)
+    said = said.to(carrier.words_on)
+    carrier.sum(said, range(carrier.size)).wait()
+    return cast("list[int]", said.tolist())  # pyright: ignore[reportUnknownMemberType]
