@@ -4,6 +4,7 @@ python program.py WHAT FOLDER [DEVICES]
 """
 
 import os
+import signal
 import sys
 
 import torch
@@ -75,6 +76,7 @@ def refused(model, **options):
 
 def alone(num_devices):
     """Without workers, and without an end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
     devices = ["cpu"] * num_devices
     setup, buffer = prepare_training(mlp(), data(52), devices, SGD, 4, cycles=10**9)
     train(F.cross_entropy, setup, buffer, log_every=1)

@@ -1,7 +1,6 @@
 """Task mode: one thread a device, all replicas in step, the same run as one device."""
 
 import copy
-import functools
 import itertools
 
 import pytest
@@ -407,100 +406,3 @@ def test_a_scheduler_of_another_optimizer_is_refused():
         trained(model, data(), ["cpu"], 4, sched=torch.optim.lr_scheduler.StepLR(other, 1))
     with pytest.raises(UsageError, match="sched=3"):
         trained(model, data(), ["cpu"], 4, sched=3)
-
-
-# -- evaluation and history -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_an_evaluation_is_of_all_rows_whoever_computes_them(num_devices):
-    table, val = data(), data(31, seed=9)
-    setup, result = trained(
-        *(mlp(), table, ["cpu"] * num_devices, 4), val=val, eval_every=2, log_every=100
-    )
-    assert [row["step"] for row in result.history] == [2, 4, 5]
-    x, y = val[:]
-    with torch.no_grad():
-        output = setup.models[0](x)
-    last = result.history[-1]
-    assert last["val/loss"] == pytest.approx(float(F.cross_entropy(output, y)))
-    assert last["val/top1"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
-    assert last["val/top5"] == last["val/top10"] == 1.0  # there are four classes
-
-
-def test_of_a_large_table_the_same_samples_are_looked_at_each_time():
-    val = Seen(data(40, seed=9))
-    trained(
-        *(mlp(), data(), ["cpu"] * 2, 4),
-        options={"cycles": 2},
-        val=val,
-        eval_every=1,
-        val_samples=10,
-    )
-    assert len(val.places) == 20
-    assert sorted(val.places[:10]) == sorted(val.places[10:])
-    assert len(set(val.places)) == 10
-
-
-def test_evaluation_neither_trains_nor_leaves_eval_mode():
-    table = data(48, dtype=torch.float32)
-    kept, result = trained(normed(), table, ["cpu"], 8, val=table[:], eval_every=1)
-    other, _ = trained(normed(), table, ["cpu"], 8)
-    assert same(kept.models[0], other.models[0])
-    assert all(module.training for module in kept.models[0].modules())
-    assert len(result.history) == 5
-
-
-def test_a_regression_has_a_loss_and_no_top_k():
-    torch.manual_seed(0)
-    x = torch.randn(20, 3)
-    table = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    setup, buffer = prepare_training(nn.Linear(3, 1), table, ["cpu"] * 2, SGD, 2)
-    result = train(F.mse_loss, setup, buffer, val=table, logger=quiet)
-    assert result.history[-1].keys() == {"step", "val/loss"}
-
-
-def test_rows_have_the_keys_of_all_loggers():
-    rows = []
-    _, result = trained(
-        *(mlp(), data(), ["cpu"] * 2, 4),
-        options={"epochs": 2},
-        logger=lambda metrics, step: rows.append((step, metrics)),
-        val=data()[:],
-        log_every=3,
-        eval_every=6,
-    )
-    assert [step for step, _ in rows] == [3, 6, 9, 12, 14]
-    assert rows[1][1].keys() == {
-        *("train/loss", "lr", "epoch", "perf/samples_per_s", "data/wait_s", "data/bad"),
-        "oom/skipped",
-        *("val/loss", "val/top1", "val/top5", "val/top10"),
-    }
-    assert [row["epoch"] for _, row in rows[:4]] == [0, 0, 1, 1]
-    assert [{"step": step, **row} for step, row in rows] == result.history
-
-
-def test_inputs_may_be_several():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(3, 2), nn.Linear(3, 2)
-
-        def forward(self, a, b):
-            return self.one(a) + self.two(b)
-
-    class Pairs:
-        def __len__(self):
-            return 20
-
-        def __getitem__(self, place):
-            made = torch.Generator().manual_seed(place)
-            a, b = torch.randn(2, 3, generator=made)
-            return (a, b), int(a[0] > b[0])
-
-    torch.manual_seed(0)
-    setup, buffer = prepare_training(
-        Two(), Pairs(), ["cpu"] * 2, functools.partial(torch.optim.SGD, lr=0.5), 4, epochs=10
-    )
-    result = train(F.cross_entropy, setup, buffer, log_every=1, logger=quiet)
-    assert result.history[-1]["train/loss"] < result.history[0]["train/loss"] / 2
