@@ -26,7 +26,7 @@ from manyhands.compat.fluxdistributed.errors import BadGradient, Bystander, Trai
 from manyhands.compat.fluxdistributed.feed import Batch, Feed
 from manyhands.compat.fluxdistributed.judge import Judge
 from manyhands.compat.fluxdistributed.kept import Kept
-from manyhands.compat.fluxdistributed.memory import give_back, is_out_of_memory
+from manyhands.compat.fluxdistributed.memory import give_back, is_out_of_memory, is_short
 from manyhands.compat.fluxdistributed.metrics import check_classes
 from manyhands.compat.fluxdistributed.optimizers import Pace, rate_of
 from manyhands.compat.fluxdistributed.saving import Standing, Terms, Where, save
@@ -139,11 +139,12 @@ class Loop:
         before = Kept(replica.model)
         try:
             verdict = self._agreed(batch, before)
+            whole = verdict is None or not is_short(self._check)
         except BaseException:
             before.restore(replica.model)  # as after the last step, which all have
             raise
         if verdict is not None:
-            self._apply()
+            self._apply(whole=whole)
             self._rows_since += verdict.total
         replica.pace.after()
         return None if verdict is None else verdict.loss
@@ -161,7 +162,6 @@ class Loop:
         slot = replica.slot
         slot.weigh(batch.rows / verdict.total, verdict.given_by(self._everybody.rank))
         slot.add_up(self._everybody, verdict.used)
-        self._check()
         return verdict
 
     def _attempt(self, batch: Batch, before: Kept) -> Verdict:
@@ -254,14 +254,12 @@ class Loop:
                 hint="no replica has taken it; a smaller learning rate, or data without NaNs?",
             )
 
-    def _apply(self) -> None:
-        replica, failed = self._replica, False
-        try:
-            update(replica.optimizer, replica.model, replica.slot)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = True
+    def _apply(self, *, whole: bool) -> None:
+        """The step; not `whole` is what ran out of memory on the way to it, as others may not."""
+        replica = self._replica
+        failed = not whole or is_short(
+            lambda: update(replica.optimizer, replica.model, replica.slot)
+        )
         ranks = confirm(self._everybody, failed=failed)
         if ranks:
             self._heal(ranks, failed=failed)
