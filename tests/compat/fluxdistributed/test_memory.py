@@ -31,7 +31,7 @@ def shortage(kind):
         "gpu": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
         "python": MemoryError,
         "cpu": lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-        "blas": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `create`"),
+        "blas": lambda: RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `create`"),
     }[kind]()
 
 
