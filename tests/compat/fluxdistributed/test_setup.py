@@ -9,7 +9,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import manyhands.compat.fluxdistributed as flux
 from manyhands.compat.fluxdistributed import prepare_training
-from manyhands.compat.fluxdistributed.devices import cores_for, resolve
+from manyhands.compat.fluxdistributed.hands import cores_for
+from manyhands.compat.fluxdistributed.setup import resolve
 from manyhands.core.errors import UsageError
 from tests.compat.fluxdistributed.models import ADAM, SGD, data, mlp, same
 

@@ -1,25 +1,159 @@
 """Buffer: the gradients of all devices, side by side, and what puts them together.
 
-A slot is one device's part. Names are those of the model's parameters; the model's own buffers
-(BatchNorm's statistics) go the same way, so that replicas do not drift apart in them.
+A layout says where each tensor of a model lies in a few flat ones; a slot is one device's part of
+it. Names are those of the model's parameters; the model's own buffers (BatchNorm's statistics) go
+the same way, so that replicas do not drift apart in them: all that a step changes on one device
+must be the same on the others afterwards.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from manyhands.compat.fluxdistributed.errors import NotSynced
 from manyhands.compat.fluxdistributed.hands import run_hands
-from manyhands.compat.fluxdistributed.kept import Kept, real, tensors_of
-from manyhands.compat.fluxdistributed.layout import Layout, layout_of, views_of
 from manyhands.core.errors import UsageError
 from manyhands.stages.carrier import Carrier
+from manyhands.wire.tensors import DTYPES
 
 Reduce = Literal["mean", "sum"] | Callable[[list[Tensor]], Tensor]
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Leaf(msgspec.Struct, frozen=True):
+    """One tensor: its place in the flat one of its dtype."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    gradient: bool  # of a parameter; else a buffer
+    summed: bool  # by weight; else it is the value of one device that has changed it
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """The leaves of a model; the same on all devices, and small enough to be told to others."""
+
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def flats(self) -> dict[str, int]:
+        """The number of elements of the flat tensor of each dtype."""
+        sizes: dict[str, int] = {}
+        for leaf in self.leaves:
+            sizes[leaf.dtype] = leaf.start + leaf.numel
+        return sizes
+
+    @property
+    def given(self) -> list[int]:
+        """Places of the leaves that cannot be averaged."""
+        return [place for place, leaf in enumerate(self.leaves) if not leaf.summed]
+
+    def start_of_buffers(self, dtype: str) -> int:
+        """Where in the flat tensor of a dtype the gradients end: they come first."""
+        return sum(leaf.numel for leaf in self.leaves if leaf.gradient and leaf.dtype == dtype)
+
+    def moved(self, used: Sequence[bool]) -> list[str]:
+        """The dtypes whose flat tensors must be put together, when these leaves were used."""
+        wanted = {leaf.dtype for leaf, is_used in zip(self.leaves, used, strict=True) if is_used}
+        return [dtype for dtype in self.flats if dtype in wanted]
+
+
+class Views(NamedTuple):
+    """Flat tensors on one device, and the leaves in them."""
+
+    flats: dict[str, Tensor]
+    leaves: dict[str, Tensor]
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """Of the parameters that are trained, and all buffers."""
+    sizes: dict[str, int] = {}
+    leaves: list[Leaf] = []
+
+    def add(name: str, tensor: Tensor, *, gradient: bool) -> None:
+        # Bools are carried as bytes: nothing adds them up.
+        kind = torch.uint8 if tensor.dtype is torch.bool else tensor.dtype
+        dtype = str(kind).removeprefix("torch.")
+        start = sizes.get(dtype, 0)
+        sizes[dtype] = start + tensor.numel()
+        shape = tuple(tensor.shape)
+        summed = tensor.is_floating_point() or tensor.is_complex()
+        leaves.append(Leaf(name, dtype, shape, start, tensor.numel(), gradient, summed))
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            add(name, parameter, gradient=True)
+    for name, buffer in model.named_buffers():
+        add(name, buffer, gradient=False)
+    return Layout(tuple(leaves))
+
+
+def views_of(layout: Layout, device: torch.device) -> Views:
+    """Zeros for all leaves on this device."""
+    flats = {
+        dtype: torch.zeros(numel, dtype=DTYPES[dtype], device=device)
+        for dtype, numel in layout.flats.items()
+    }
+    leaves = {
+        leaf.name: flats[leaf.dtype][leaf.start : leaf.start + leaf.numel].view(leaf.shape)
+        for leaf in layout.leaves
+    }
+    return Views(flats, leaves)
+
+
+class Kept:
+    """BatchNorm writes its statistics in forward: what is undone must undo them, too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._was = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+    def changed(self, model: nn.Module) -> set[str]:
+        """The names of buffers that are not as they were, to the bit.
+
+        torch's count of writes does not tell: batch_norm's go uncounted.
+        """
+        flags: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
+        for name, buffer in model.named_buffers():
+            differs = (_bits(buffer) != _bits(self._was[name])).any()
+            flags[buffer.device][name] = differs
+        names: set[str] = set()
+        for some in flags.values():  # one wait for each device
+            found = cast("list[bool]", torch.stack(list(some.values())).tolist())  # pyright: ignore[reportUnknownMemberType]
+            names |= {name for name, differs in zip(some, found, strict=True) if differs}
+        return names
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module) -> None:
+        """The buffers as they were, and no gradients."""
+        for name, buffer in model.named_buffers():
+            buffer.copy_(self._was[name])
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; each once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The same memory, as real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """For comparison: of floats, a NaN is equal to itself, and 0 is not -0."""
+    plain = real(tensor.detach())
+    return plain.view(_INTS[plain.element_size()]) if plain.is_floating_point() else plain
 
 
 class Slot:
@@ -99,6 +233,11 @@ class Slot:
                 tensors[leaf.name].grad = self[leaf.name] if used else None
             elif used:
                 tensors[leaf.name].copy_(self[leaf.name])
+
+    @property
+    def marks(self) -> list[bool]:
+        """For each leaf that cannot be averaged, whether this device has changed it."""
+        return [self.used[place] for place in self.layout.given]
 
     def gradients(self) -> dict[str, Tensor]:
         """Those that are used, by name; not copies."""
@@ -186,7 +325,7 @@ def sync_buffer(buffer: Buffer, reduce: Reduce = "mean") -> Final:
 
 def _add_up(buffer: Buffer, used: list[bool], *, gradients: float | None) -> None:
     total = sum(slot.count for slot in buffer)
-    givers = givers_of(buffer.layout, [slot.used for slot in buffer])
+    givers = givers_of(buffer.layout, [slot.marks for slot in buffer])
 
     def put_together(rank: int, carrier: Carrier) -> None:
         slot = buffer[rank]
@@ -202,7 +341,7 @@ def _reduce_by(
     buffer: Buffer, reduce: Callable[[list[Tensor]], Tensor], used: list[bool]
 ) -> None:
     home, total = buffer[0].device, sum(slot.count for slot in buffer)
-    givers = givers_of(buffer.layout, [slot.used for slot in buffer])
+    givers = givers_of(buffer.layout, [slot.marks for slot in buffer])
     for place, leaf in enumerate(buffer.layout.leaves):
         if not used[place]:
             continue
@@ -221,13 +360,16 @@ def _reduce_by(
         slot.used = list(used)
 
 
-def givers_of(layout: Layout, used: Sequence[Sequence[bool]]) -> dict[int, int]:
-    """For each leaf that cannot be averaged and was used, by place: the first rank that has."""
+def givers_of(layout: Layout, marks: Sequence[Sequence[float]]) -> dict[int, int]:
+    """Of leaves that cannot be averaged, by place: the first rank that has changed it, if any has.
+
+    `marks` are those of each rank, one for each of `layout.given`.
+    """
     found: dict[int, int] = {}
-    for place in layout.given:
-        ranks = (rank for rank, flags in enumerate(used) if flags[place])
-        if (first := next(ranks, None)) is not None:
-            found[place] = first
+    for rank, own in enumerate(marks):
+        for place, mark in zip(layout.given, own, strict=True):
+            if mark:
+                found.setdefault(place, rank)
     return found
 
 

@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from manyhands.collectives.backend.open import open_group
-from manyhands.compat.fluxdistributed.devices import cores_for
 from manyhands.compat.fluxdistributed.errors import Bystander
 from manyhands.core.errors import LinkError
 from manyhands.stages.carrier import AloneCarrier, Carrier, GroupCarrier
@@ -78,6 +77,11 @@ def _divided(num_devices: int) -> Generator[None]:
         yield
     finally:
         torch.set_num_threads(number)
+
+
+def cores_for(num_devices: int, num_cores: int) -> int:
+    """How many cores torch uses for each of so many devices."""
+    return max(1, num_cores // num_devices)
 
 
 class _Hands(Generic[T]):

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from manyhands.compat.fluxdistributed.devices import Device, cores_for, resolve
 from manyhands.compat.fluxdistributed.errors import WorkersFailed
+from manyhands.compat.fluxdistributed.hands import cores_for
 from manyhands.compat.fluxdistributed.optimizers import Opt
 from manyhands.compat.fluxdistributed.processes import (
     Synced,
@@ -30,6 +30,7 @@ from manyhands.compat.fluxdistributed.processes import (
     model_of,
     syncgrads,
 )
+from manyhands.compat.fluxdistributed.setup import Device, resolve
 from manyhands.compat.fluxdistributed.step import LossFn
 from manyhands.compat.fluxdistributed.training import Result
 from manyhands.core.errors import LinkError, UsageError

@@ -20,18 +20,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.compat.fluxdistributed.ballot import Verdict, confirm, vote
-from manyhands.compat.fluxdistributed.buffer import Slot, check_nans
+from manyhands.compat.fluxdistributed.ballot import Verdict, confirm, share, vote
+from manyhands.compat.fluxdistributed.buffer import Kept, Slot, check_nans
 from manyhands.compat.fluxdistributed.errors import BadGradient, Bystander, TrainingBroken
 from manyhands.compat.fluxdistributed.feed import Batch, Feed
-from manyhands.compat.fluxdistributed.judge import Judge
-from manyhands.compat.fluxdistributed.kept import Kept
-from manyhands.compat.fluxdistributed.memory import give_back, is_out_of_memory, is_short
-from manyhands.compat.fluxdistributed.metrics import check_classes
+from manyhands.compat.fluxdistributed.metrics import Judge, check_classes
 from manyhands.compat.fluxdistributed.optimizers import Pace, rate_of
 from manyhands.compat.fluxdistributed.saving import Standing, Terms, Where, save
-from manyhands.compat.fluxdistributed.share import share
-from manyhands.compat.fluxdistributed.step import LossFn, compute, cut, each, update
+from manyhands.compat.fluxdistributed.step import (
+    LossFn,
+    compute,
+    cut,
+    each,
+    give_back,
+    is_out_of_memory,
+    is_short,
+    update,
+)
 from manyhands.core.errors import CheckpointError, LinkError
 from manyhands.data.calendar import Calendar
 from manyhands.stages.carrier import Carrier

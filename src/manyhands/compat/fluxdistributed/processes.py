@@ -24,20 +24,23 @@ from torch import nn
 
 from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.open import open_group
-from manyhands.compat.fluxdistributed.ballot import confirm, vote
-from manyhands.compat.fluxdistributed.buffer import Slot
-from manyhands.compat.fluxdistributed.devices import Device, kind_of, resolve
+from manyhands.compat.fluxdistributed.ballot import confirm, share, tell_all, vote
+from manyhands.compat.fluxdistributed.buffer import Layout, Slot, tensors_of
 from manyhands.compat.fluxdistributed.errors import NotSynced
 from manyhands.compat.fluxdistributed.feed import Bad
 from manyhands.compat.fluxdistributed.hands import PATIENCE_S, using
-from manyhands.compat.fluxdistributed.kept import tensors_of
-from manyhands.compat.fluxdistributed.layout import Layout
 from manyhands.compat.fluxdistributed.logs import log_for
 from manyhands.compat.fluxdistributed.loop import Loop, OnOom, Outcome, Replica
 from manyhands.compat.fluxdistributed.optimizers import Opt, Schedule, pace_for
 from manyhands.compat.fluxdistributed.saving import Standing, Where, find
-from manyhands.compat.fluxdistributed.setup import Options, Setup, prepare
-from manyhands.compat.fluxdistributed.share import share, tell_all
+from manyhands.compat.fluxdistributed.setup import (
+    Device,
+    Options,
+    Setup,
+    kind_of,
+    prepare,
+    resolve,
+)
 from manyhands.compat.fluxdistributed.step import LossFn
 from manyhands.compat.fluxdistributed.training import (
     VAL_SAMPLES,

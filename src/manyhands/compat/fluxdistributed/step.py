@@ -1,7 +1,11 @@
-"""Step: what one device does: gradients of its part of the batch, and the optimizer's step."""
+"""Step: what one device does: gradients of its part of the batch, and the optimizer's step.
+
+And how a device says that it has no memory for it, and how it gets some back.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -9,14 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.compat.fluxdistributed.buffer import Buffer, Final, Slot
-from manyhands.compat.fluxdistributed.kept import Kept
+from manyhands.compat.fluxdistributed.buffer import Buffer, Final, Kept, Slot
 from manyhands.core.errors import UsageError
 
 LossFn = Callable[[Any, Any], Tensor]
 """Of the model's output and the labels: the mean over the rows."""
 
 T = TypeVar("T")
+
+_OF_TORCH = (  # plain RuntimeErrors of torch's
+    "DefaultCPUAllocator",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def train_step(
@@ -171,3 +181,32 @@ def _check_loss(value: Any) -> None:  # noqa: ANN401
             "the loss does not depend on any parameter that is trained",
             hint="is everything frozen (requires_grad=False), or detached?",
         )
+
+
+# -- memory -----------------------------------------------------------------------------------
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: a GPU's, Python's, or torch's own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_TORCH)
+
+
+def give_back(device: torch.device) -> None:
+    """Return what nothing refers to any more to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
+def is_short(act: Callable[[], object]) -> bool:
+    """Whether memory ran out while it was done; what else it raises is raised."""
+    try:
+        act()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return True
+    return False

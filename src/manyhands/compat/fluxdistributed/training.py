@@ -13,20 +13,17 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from manyhands.compat.fluxdistributed.buffer import Buffer, same_bits
-from manyhands.compat.fluxdistributed.devices import kind_of
+from manyhands.compat.fluxdistributed.buffer import Buffer, same_bits, tensors_of
 from manyhands.compat.fluxdistributed.errors import NotSynced
 from manyhands.compat.fluxdistributed.feed import Feed
 from manyhands.compat.fluxdistributed.hands import PATIENCE_S, run_hands
-from manyhands.compat.fluxdistributed.judge import Judge
-from manyhands.compat.fluxdistributed.kept import tensors_of
 from manyhands.compat.fluxdistributed.logs import log_for
-from manyhands.compat.fluxdistributed.metrics import is_batch
 from manyhands.compat.fluxdistributed.loop import Course, Loop, OnOom, Outcome, Replica
+from manyhands.compat.fluxdistributed.metrics import Judge, is_batch
 from manyhands.compat.fluxdistributed.optimizers import Opt, Schedule, pace_for
-from manyhands.compat.fluxdistributed.rows import table_of
+from manyhands.compat.fluxdistributed.pictures import table_of
 from manyhands.compat.fluxdistributed.saving import Standing, Where, find
-from manyhands.compat.fluxdistributed.setup import Setup
+from manyhands.compat.fluxdistributed.setup import Setup, kind_of
 from manyhands.compat.fluxdistributed.step import LossFn, check_reduction
 from manyhands.core.errors import UsageError
 from manyhands.data.fetch import generators_kept
