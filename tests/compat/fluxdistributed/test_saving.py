@@ -214,7 +214,7 @@ def test_a_training_that_drops_the_last_rows_is_another_one(tmp_path):
     setup, buffer = prepared(drop_last=True)
     train(F.cross_entropy, setup, buffer, save=tmp_path, logger=quiet)
     other, buffer = prepared()
-    with pytest.raises(UsageError, match=r"seed 0, drop_last; this one has .* seed 0$"):
+    with pytest.raises(UsageError, match=r"seed 0, drop_last; this one has .*, seed 0\n"):
         train(F.cross_entropy, other, buffer, resume=tmp_path, logger=quiet)
 
 

@@ -98,10 +98,8 @@ def load(where: Where, terms: Terms) -> Saved | None:
         return None
     about = dict(found.checkpoint.about)
     try:
-        was = Terms(
-            *(about.pop(name) for name in ("size", "rows", "seed")),
-            drop_last=about.pop("drop_last", False),
-        )
+        size, rows, seed = (about.pop(name) for name in ("size", "rows", "seed"))
+        was = Terms(size, rows, seed, about.pop("drop_last", False))
         standing = msgspec.convert(about, Standing)
     except (KeyError, msgspec.ValidationError):
         raise UsageError(f"{found.place} is not a checkpoint of this kind of training") from None
