@@ -192,6 +192,7 @@ def getgrads(
     )
     standing = _begin(replica, crew, setup, resume, save)
     names = tuple(f"worker {number}" for number in range(1, num_workers + 1))
+    _check_equal(replica, crew, names)
     course = course_for(
         *(setup, loss, names, tell_all(crew, kind_of(place).encode())),
         log_every=log_every,
@@ -258,7 +259,10 @@ def _begin(
 
 
 def _check_equal(replica: Replica, crew: Carrier, names: tuple[str, ...]) -> None:
-    """All replicas are equal, to the bit. All workers call it; raises NotSynced, in all of them."""
+    """All replicas are equal, to the bit: buffers that no state_dict has, too.
+
+    All workers call it; raises NotSynced, in all of them.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors_of(replica.model).values():
         digest.update(bytes_of(tensor.detach().cpu().contiguous()))
