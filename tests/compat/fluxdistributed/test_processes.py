@@ -82,6 +82,22 @@ def test_workers_begin_with_the_first_ones_values():
         close(result.models[0][1], first)
 
 
+def test_buffers_that_are_in_no_checkpoint_are_the_first_ones_too():
+    class Shifted(nn.Module):
+        def __init__(self, rank):
+            super().__init__()
+            self.inner = mlp()
+            shift = torch.full((6,), float(rank), dtype=torch.float64)
+            self.register_buffer("shift", shift, persistent=False)
+
+        def forward(self, x):
+            return self.inner(x + self.shift)
+
+    _, one, two = together(Shifted, cycles=3)
+    assert same(one.models[0][1], two.models[0][1])
+    assert one.models[0][1].shift.tolist() == two.models[0][1].shift.tolist() == [1.0] * 6
+
+
 def test_a_worker_without_rows_takes_part():
     table = data(9, dtype=torch.float32)  # 8 and 1: none for the second in the last step
     _, one, two = together(lambda rank: normed(), table=table, epochs=2)

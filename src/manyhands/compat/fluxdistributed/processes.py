@@ -248,13 +248,19 @@ def _begin(
 ) -> Standing:
     """The first worker's state for all: what it was given, or what it finds to go on from."""
     mine: dict[str, Any] | None = None
+    buffers = dict(replica.model.named_buffers())
+    for name in replica.model.state_dict():
+        buffers.pop(name, None)  # the rest is in no checkpoint
     if crew.rank == 0:
         found = find(resume, save, setup.terms)
         standing = Standing() if found is None else found.standing
         tree = replica.state() if found is None else found.tree
-        mine = {"standing": msgspec.to_builtins(standing), "replica": tree}
+        mine = {"standing": msgspec.to_builtins(standing), "replica": tree, "buffers": buffers}
     told = share(crew, mine, 0)
     replica.load(told["replica"])
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(told["buffers"][name])
     return msgspec.convert(told["standing"], Standing)
 
 
