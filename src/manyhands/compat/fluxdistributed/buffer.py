@@ -337,9 +337,7 @@ def _add_up(buffer: Buffer, used: list[bool], *, gradients: float | None) -> Non
 
 
 @torch.no_grad()
-def _reduce_by(
-    buffer: Buffer, reduce: Callable[[list[Tensor]], Tensor], used: list[bool]
-) -> None:
+def _reduce_by(buffer: Buffer, reduce: Callable[[list[Tensor]], Tensor], used: list[bool]) -> None:
     home, total = buffer[0].device, sum(slot.count for slot in buffer)
     givers = givers_of(buffer.layout, [slot.marks for slot in buffer])
     for place, leaf in enumerate(buffer.layout.leaves):

@@ -1,8 +1,8 @@
 """Metrics: how often the right class is among the first k, and the evaluation of a replica.
 
-    score      one device's rows
-    Judge      those of all devices, each of which computes its share
-    showpreds  what a model takes each sample for, printed
+score      one device's rows
+Judge      those of all devices, each of which computes its share
+showpreds  what a model takes each sample for, printed
 """
 
 from __future__ import annotations

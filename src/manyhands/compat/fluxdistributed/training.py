@@ -211,9 +211,7 @@ def judge_for(
     options = setup.options
     if isinstance(val, Solutions):
         transform = transform or options.transform
-        val = table_of(
-            val, dataset=options.dataset, transform=transform, classes=None, split="val"
-        )
+        val = table_of(val, dataset=options.dataset, transform=transform, classes=None, split="val")
     elif transform is not None:
         if is_batch(val):
             raise UsageError(
