@@ -6,6 +6,7 @@ import pytest
 
 from manyhands.collectives.messages import NO_TAG, NOTES_BYTES, Part, SelfReport
 from manyhands.collectives.ranges import Ranges
+from manyhands.core.peers import PeerId
 from manyhands.replica.news import MOST_WAITING, News, gather
 from manyhands.replica.scalars import Scalars
 
@@ -122,3 +123,14 @@ def test_scalars_go_before_news():
     scalars.committed(0, scalars.note([Part(0, NO_TAG, 0, UNITS, report=report)]), 0)
     assert len(scalars.agreed) == 64
     assert len(scalars.news.waiting) == 4
+
+
+def test_a_peer_may_have_the_longest_of_names():
+    name = str(PeerId("n" * 100, 0x1F3A))
+    scalars = Scalars()
+    scalars.news.peer = name
+    scalars.news.tell("test", "x")
+    scalars.begin_pass(0)
+    report = scalars.report(0, SelfReport(0))
+    scalars.committed(0, scalars.note([Part(0, NO_TAG, 0, UNITS, report=report)]), 0)
+    assert texts(scalars.news) == [(name, "x")]

@@ -416,13 +416,28 @@ def test_a_logger_that_fails_is_counted_and_training_goes_on(caplog):
 
 
 def test_a_logger_that_hangs_holds_no_round_up(caplog):
-    go = threading.Event()
+    go, hangs, whole = threading.Event(), threading.Event(), threading.Event()
 
     class Hung(Quiet):
         def log_metrics(self, metrics, step):
+            hangs.set()
             assert go.wait(60)
 
-    desk = Desk([Hung(), quiet := Quiet()], end_s=0.05)
+    class Other(Quiet):
+        def log_metrics(self, metrics, step):
+            super().log_metrics(metrics, step)
+            if step == EPOCHS * ROUNDS - 1:
+                whole.set()
+
+    class Late(Desk):
+        """Ends when one hangs and the other has all, however late their threads are."""
+
+        def finalize(self, status):
+            assert hangs.wait(60)
+            assert whole.wait(60)
+            super().finalize(status)
+
+    desk = Late([Hung(), quiet := Other()], end_s=0.05)
     check(fit(maker(loggers=desk)), plain())  # it would not come to its end
     assert desk.counts[0].dropped == EPOCHS * ROUNDS - 1
     go.set()

@@ -37,9 +37,7 @@ class JsonLines:
         if self._file is None or step <= self._last:
             self._close()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # For reading, and for writing at the end only.
-            self._file = self._path.open("a+b")
-            self._file.truncate(self._start_of(step, self._file))
+            self._file = self._opened(step)
         row = {_STEP: step} | {n: v if math.isfinite(v) else None for n, v in metrics.items()}
         self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()
@@ -50,6 +48,16 @@ class JsonLines:
 
     def finalize(self, status: str) -> None:
         self._close()
+
+    def _opened(self, step: int) -> BinaryIO:
+        """For rows from this step on; it is another's file until all of it was looked at."""
+        file = self._path.open("a+b")  # for reading, and for writing at the end only
+        try:
+            file.truncate(self._start_of(step, file))
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def _start_of(self, step: int, file: BinaryIO) -> int:
         """Where the lines from this step on begin, or one that was not written to its end."""

@@ -24,6 +24,7 @@ MOST_WAITING = 256
 _WHAT_BYTES, _TEXT_BYTES = 32, 240
 _A_REPORT, _A_RECORD = 4, 12  # so many: about 4 kB, in notes that have 16
 _SOURCE_BYTES = 8
+_PEER_BYTES = 128  # a name has up to 100, and its incarnation comes after it
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
@@ -41,7 +42,7 @@ class Bulletin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """What one peer tells with one round. `source` is its process, whatever its incarnation."""
 
     source: Annotated[bytes, msgspec.Meta(max_length=_SOURCE_BYTES)]
-    peer: Annotated[str, msgspec.Meta(max_length=100)]
+    peer: Annotated[str, msgspec.Meta(max_length=_PEER_BYTES)]
     items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=_A_REPORT)]
 
 

@@ -28,6 +28,7 @@ class _Page:
 
     events: list[Happening] = field(default_factory=list[Happening])
     row: dict[str, float] = field(default_factory=dict[str, float])
+    whole: bool = True  # nothing is to be added to the row
 
 
 class Scribe:
@@ -43,6 +44,7 @@ class Scribe:
         self._pages: dict[int, _Page] = {}  # by round
         self._given: int | None = None  # the last one that this peer's own loggers have got
         self._logged = -1  # the last round that is, as far as this peer knows
+        self._unfinished: int | None = None  # a round whose row is not whole at the end
         self._bad: set[str] = set()
 
     @property
@@ -52,7 +54,9 @@ class Scribe:
 
     def note(self, round: int, row: dict[str, float], *, whole: bool) -> None:
         """The row of a round. If it is not `whole`, `add` brings the rest."""
-        self._page(round).row.update(row)
+        page = self._page(round)
+        page.row.update(row)
+        page.whole = whole
         self._log(round + 1 if whole else round)
 
     def add(self, round: int, rest: dict[str, float]) -> None:
@@ -60,11 +64,19 @@ class Scribe:
         self.note(round, rest, whole=True)
 
     def close(self, status: str) -> None:
-        """What is left is logged, if this peer leads; then finalize the loggers."""
+        """What is left is logged, if this peer leads; then finalize the loggers.
+
+        But for a row whose rest has not come: whoever goes on with that round logs it, and there
+        are loggers that take a step only once.
+        """
         try:
             self._hear()
             if left := self._run.waiting():
                 self._end_with(left)
+            for at, page in self._pages.items():
+                if not page.whole and (self._given is None or at > self._given):
+                    page.row = {}
+                    self._unfinished = at
             self._log(max(self._pages, default=-1) + 1)
         finally:
             self._desk.finalize(status)
@@ -100,7 +112,10 @@ class Scribe:
         for at in kept:
             if at < stop and (self._given is None or at > self._given):
                 self._give(at, self._pages[at])
-        self._logged = max(self._logged, self._desk.settled)
+        settled = self._desk.settled
+        if self._unfinished is not None:  # events of that round may be logged, its row is not
+            settled = min(settled, self._unfinished - 1)
+        self._logged = max(self._logged, settled)
         self._run.agree(self._logged, _WORD)
 
     def _give(self, at: int, page: _Page) -> None:

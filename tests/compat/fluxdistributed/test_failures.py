@@ -1,5 +1,7 @@
 """What goes wrong in a training, and that all devices stop in one state."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -105,3 +107,20 @@ def test_replicas_that_were_changed_by_hand_are_found():
         setup.models[1][0].bias[0] += 1
     with pytest.raises(NotSynced, match=r"0\.bias of replica 1 \(cpu\)"):
         train(F.cross_entropy, setup, buffer, logger=quiet)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_an_exit_on_a_device_is_an_exit_of_the_training(num_devices):
+    def sched(step, optimizer):
+        if step == 2:
+            sys.exit(3)
+
+    with pytest.raises(SystemExit) as caught:
+        trained(mlp(), data(), ["cpu"] * num_devices, 4, sched=sched)
+    assert caught.value.code == 3
+
+
+def test_a_caller_who_wants_no_gradients_gets_a_training_all_the_same():
+    with torch.no_grad():
+        setup, _ = trained(mlp(), data(), ["cpu"], 4)
+    assert not same(setup.models[0], mlp())

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 from torch.nn import functional as F
 
-from manyhands.compat.fluxdistributed import WandbLogger, prepare_training, train, with_logger
+from manyhands.compat.fluxdistributed import (
+    WandbLogger,
+    log_loss_and_acc,
+    prepare_training,
+    train,
+    with_logger,
+)
 from manyhands.core.errors import UsageError
 from manyhands.observe import JsonLines, MissingExtra
 from tests.compat.fluxdistributed.models import SGD, data, mlp
@@ -55,7 +61,7 @@ def test_with_logger_is_for_all_trainings_in_the_block_and_ends_with_it(capsys):
         assert notes.ends == []
         run()
     assert notes.ends == ["success"]
-    assert [step for step, _ in notes.rows] == [2, 4, 2, 4]
+    assert [step for step, _ in notes.rows] == [2, 4, 6, 8]  # they go on
     assert notes.rows[1] == (4, first.history[1]["train/loss"])
     assert notes.params[0]["batchsize"] == 4
     assert notes.params[0]["devices"] == "cpu, cpu"
@@ -70,6 +76,59 @@ def test_an_error_in_the_block_is_told_to_the_logger():
     with pytest.raises(ZeroDivisionError), with_logger(notes):
         raise ZeroDivisionError
     assert notes.ends == ["failed"]
+
+
+@pytest.mark.parametrize("keeps", ["file", "function"])
+def test_nothing_that_is_logged_in_a_block_takes_the_place_of_anything_else(keeps, tmp_path):
+    """A file writes over a step that comes again, and what `adapt` has made drops it."""
+    rows, path = [], tmp_path / "rows.jsonl"
+    logger = JsonLines(path) if keeps == "file" else lambda row, step: rows.append((step, row))
+    model, batch = mlp(), data(12)[:]
+    with with_logger(logger):
+        log_loss_and_acc(F.cross_entropy, model, batch, "before")
+        first = run()
+        log_loss_and_acc(F.cross_entropy, model, batch, "between")
+        second = run()
+        log_loss_and_acc(F.cross_entropy, model, batch, "after", step=3)
+    if keeps == "file":
+        lines = map(json.loads, path.read_text().splitlines())
+        rows = [(row.pop("step"), row) for row in lines]
+    assert [step for step, _ in rows] == [0, 2, 4, 5, 7, 9, 10]
+    losses = [row["train/loss"] for _, row in rows if "train/loss" in row]
+    history = first.history + second.history
+    assert losses == [row["train/loss"] for row in history]
+    assert [step for step, row in rows if "train/loss" not in row] == [0, 5, 10]
+
+
+def test_a_training_that_is_resumed_in_a_block_keeps_its_steps(tmp_path):
+    notes = Notes()
+    with with_logger(notes):
+        run(save=tmp_path)
+        setup, buffer = prepare_training(mlp(), data(), ["cpu"], SGD, 8, cycles=8)
+        train(F.cross_entropy, setup, buffer, resume=tmp_path, log_every=2)
+    assert [step for step, _ in notes.rows] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(("code", "end"), [(None, "success"), (0, "success"), (3, "failed")])
+def test_an_exit_is_an_error_if_it_says_so(code, end):
+    """Workers of `start` do not come back from it: they exit."""
+    notes = Notes()
+    with pytest.raises(SystemExit), with_logger(notes):
+        sys.exit(code)
+    assert notes.ends == [end]
+
+
+def test_the_end_of_a_logger_is_not_the_users_to_bear(caplog):
+    class Torn(Notes):
+        def finalize(self, status):
+            self.thread = threading.current_thread()
+            raise OSError("no network")
+
+    torn = Torn()
+    with with_logger(torn):
+        run()
+    assert torn.thread is not threading.current_thread()
+    assert sum("no network" in record.message for record in caplog.records) == 1
 
 
 def test_blocks_may_be_nested_and_other_threads_have_their_own(capsys):
@@ -133,7 +192,7 @@ def test_wandb_gets_the_rows_by_step_and_the_config(tmp_path):
 
 
 def test_wandb_that_is_missing_is_said_at_once(monkeypatch):
-    monkeypatch.setattr("manyhands.compat.fluxdistributed.logs.find_spec", lambda name: None)
+    monkeypatch.setattr("manyhands.observe.base.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"pip install 'manyhands\[wandb\]'"):
         WandbLogger(project="DDP")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from manyhands.compat.fluxdistributed import TrainingBroken, prepare_training, train
+from manyhands.compat.fluxdistributed import TrainingBroken, check_nans, prepare_training, train
 from tests.compat.fluxdistributed.models import (
     ADAM,
     CLASSES,
@@ -31,6 +31,7 @@ def shortage(kind):
         "gpu": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
         "python": MemoryError,
         "cpu": lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        "blas": lambda: RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `create`"),
     }[kind]()
 
 
@@ -73,7 +74,7 @@ def prepared(opt=SGD, num_devices=3, **options):
     return prepare_training(Greedy(), table, ["cpu"] * num_devices, opt, 4, **options)
 
 
-@pytest.mark.parametrize("kind", ["gpu", "python", "cpu"])
+@pytest.mark.parametrize("kind", ["gpu", "python", "cpu", "blas"])
 def test_skip_leaves_the_step_out_on_all_devices_and_counts_it(kind, caplog):
     setup, buffer = prepared()
     fails_on(setup, 1, {1, 4}, kind)
@@ -212,6 +213,27 @@ def test_a_replica_whose_optimizer_has_failed_is_taken_from_another_one(fails, c
     train(F.cross_entropy, other, again, logger=quiet)
     assert same(setup.models[0], other.models[0])  # as if nothing had happened
     assert any("taken from cpu" in record.message for record in caplog.records)
+
+
+def test_a_device_that_has_no_memory_for_the_check_takes_the_step_of_another(monkeypatch):
+    setup, buffer = prepared(ADAM)
+    count = [0]
+
+    def check(gradient):
+        if threading.current_thread().name.startswith("device 1"):
+            count[0] += 1
+            if count[0] == 6:  # in the second step: there are four gradients
+                raise shortage("gpu")
+        return check_nans(gradient)
+
+    monkeypatch.setattr("manyhands.compat.fluxdistributed.loop.check_nans", check)
+    result = train(F.cross_entropy, setup, buffer, logger=quiet)
+    assert count[0] > 6
+    assert (result.steps, result.skipped) == (6, 0)
+    assert same(setup.models[0], setup.models[1])
+    other, again = prepared(ADAM)
+    train(F.cross_entropy, other, again, logger=quiet)
+    assert same(setup.models[1], other.models[1])
 
 
 def test_if_no_replica_is_whole_the_training_ends():

@@ -1,5 +1,6 @@
 """Process mode: workers with a replica each, a main process that puts their gradients together."""
 
+import functools
 import os
 import re
 import secrets
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from manyhands.compat.fluxdistributed import connect, getgrads, start, syncgrads
+from manyhands.compat.fluxdistributed import NotSynced, connect, getgrads, start, syncgrads
+from manyhands.compat.fluxdistributed.launch import _Crew
 from manyhands.compat.fluxdistributed.processes import worker_device
 from manyhands.core.errors import LinkError, UsageError
 from manyhands.testing.processes import end_tree
@@ -27,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("program.py")
 
 
-def together(model_of, workers=2, table=None, **options):
+def together(model_of, workers=2, table=None, opt_of=lambda rank: SGD, **options):
     """syncgrads and getgrads, as threads: what each of them returned or raised, main first."""
     where = f"local:///{secrets.token_hex(8)}"
     table = data(52) if table is None else table
@@ -40,7 +42,7 @@ def together(model_of, workers=2, table=None, **options):
             if rank == 0:
                 return syncgrads(group)
             return getgrads(
-                *(F.cross_entropy, models[rank], table, SGD, 4),
+                *(F.cross_entropy, models[rank], table, opt_of(rank), 4),
                 group=group,
                 device="cpu",
                 **{"logger": quiet, **options},
@@ -78,6 +80,22 @@ def test_workers_begin_with_the_first_ones_values():
     first = trained(mlp(seed=1), data(52), ["cpu"], 8, options={"cycles": 3})[0].models[0]
     for result in results:
         close(result.models[0][1], first)
+
+
+def test_buffers_that_are_in_no_checkpoint_are_the_first_ones_too():
+    class Shifted(nn.Module):
+        def __init__(self, rank):
+            super().__init__()
+            self.inner = mlp()
+            shift = torch.full((6,), float(rank), dtype=torch.float64)
+            self.register_buffer("shift", shift, persistent=False)
+
+        def forward(self, x):
+            return self.inner(x + self.shift)
+
+    _, one, two = together(Shifted, cycles=3)
+    assert same(one.models[0][1], two.models[0][1])
+    assert one.models[0][1].shift.tolist() == two.models[0][1].shift.tolist() == [1.0] * 6
 
 
 def test_a_worker_without_rows_takes_part():
@@ -139,6 +157,43 @@ def test_workers_save_and_resume(tmp_path):
     assert same(two.models[0][1], whole)
     assert main.steps == 14
     assert main.history[0]["step"] == 6
+
+
+class Drifts(torch.optim.SGD):
+    """Rounds as another kind of device does: worker n otherwise than worker 1."""
+
+    def __init__(self, parameters, rank):
+        super().__init__(parameters, lr=0.1)
+        self.rank = rank
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(1e-9 * (self.rank - 1))
+
+
+def drifting(rank):
+    return functools.partial(Drifts, rank=rank)
+
+
+def test_replicas_that_have_drifted_apart_are_found():
+    main, *results = together(lambda rank: mlp(), opt_of=drifting, cycles=3)
+    said = [str(error) for error in results if isinstance(error, NotSynced)]
+    assert said
+    assert all("the replica of worker 2 is not that of worker 1" in text for text in said)
+    assert all(isinstance(error, NotSynced | LinkError) for error in results)
+    assert isinstance(main, LinkError)
+
+
+def test_workers_of_several_kinds_have_the_first_ones_values_after_each_step(monkeypatch):
+    kinds = iter(["cpu of one kind", "cpu of another"])
+    monkeypatch.setattr(
+        "manyhands.compat.fluxdistributed.processes.kind_of", lambda device: next(kinds)
+    )
+    main, one, two = together(lambda rank: mlp(), opt_of=drifting, cycles=3)
+    assert same(one.models[0][1], two.models[0][1])
+    assert main.steps == 3
 
 
 def test_only_the_first_worker_logs():
@@ -252,6 +307,42 @@ def test_a_worker_that_never_comes_does_not_hold_the_others(tmp_path):
         _, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "WorkersFailed: worker 2 ended with code 3" in errors
+
+
+def test_a_second_start_is_refused_and_one_that_was_refused_does_not_count(tmp_path):
+    with started(tmp_path, PROGRAM, "twice", tmp_path) as process:
+        said, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert "done: 14 steps, 14 rows" in said
+    assert "refused: a second start() in one program" in said
+    assert len(re.findall(r"^worker \d is \d+$", said, flags=re.M)) == 2  # no more of them
+
+
+def test_a_worker_that_does_not_get_to_start_is_named(tmp_path):
+    with started(tmp_path, PROGRAM, "elsewhere", tmp_path) as process:
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "WorkersFailed: worker 2 ended before it had met the others" in errors
+
+
+def test_what_cannot_be_started_leaves_nothing_open(tmp_path):
+    before = set(os.listdir("/proc/self/fd"))
+    crew = _Crew([str(tmp_path / "nothing")], 2, "")
+    with pytest.raises(FileNotFoundError):
+        crew.run(lambda met: None, lambda: None)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_ctrl_c_ends_a_training(tmp_path, devices):
+    command = (PROGRAM, "alone", tmp_path, devices)
+    with started(tmp_path, *command) as process:
+        line = next(line for line in process.stdout if line.startswith("step "))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=100)
+    assert line
+    assert process.returncode == -signal.SIGINT, errors
+    assert "KeyboardInterrupt" in errors
 
 
 def test_workers_end_with_the_main_process(tmp_path):

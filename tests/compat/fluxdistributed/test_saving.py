@@ -188,3 +188,55 @@ def test_a_folder_that_cannot_be_written_is_told_and_at_the_end_raised(tmp_path,
     assert any("no checkpoint of step 7" in record.message for record in caplog.records)
     assert not same(setup.models[0], normed())  # it was trained all the same
     assert same(setup.models[0], setup.models[1])
+
+
+def test_a_training_is_not_saved_among_anothers_checkpoints(tmp_path):
+    """The older one's last step is later, so it would be taken for the newer one's."""
+    older, other = tmp_path / "older", tmp_path / "other"
+    setup, buffer = prepared()
+    train(F.cross_entropy, setup, buffer, save=older, logger=quiet)
+    weights = load_weights(older)
+    short, buffer = prepared(seed=3, epochs=1)
+    with pytest.raises(UsageError, match="an earlier training, up to step 14") as caught:
+        train(F.cross_entropy, short, buffer, save=older, logger=quiet)
+    assert "resume=True" in caught.value.hint
+    assert same(short.models[0], normed())  # before anything was done
+    train(F.cross_entropy, short, buffer, save=other, logger=quiet)
+    again, buffer = prepared(seed=3)
+    with pytest.raises(UsageError, match="an earlier training, up to step 14"):
+        train(F.cross_entropy, again, buffer, resume=other, save=older, logger=quiet)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in load_weights(older).items())
+    result = train(F.cross_entropy, again, buffer, resume=other, save=other, logger=quiet)
+    assert result.steps == 14
+
+
+def test_a_training_that_drops_the_last_rows_is_another_one(tmp_path):
+    setup, buffer = prepared(drop_last=True)
+    train(F.cross_entropy, setup, buffer, save=tmp_path, logger=quiet)
+    other, buffer = prepared()
+    with pytest.raises(UsageError, match=r"seed 0, drop_last; this one has .*, seed 0\n"):
+        train(F.cross_entropy, other, buffer, resume=tmp_path, logger=quiet)
+
+
+def test_if_no_checkpoint_can_be_read_the_training_does_not_begin_anew(tmp_path):
+    setup, buffer = prepared()
+    train(F.cross_entropy, setup, buffer, save=tmp_path, eval_every=5, logger=quiet)
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-8])
+    again, buffer = prepared()
+    for resume in (True, tmp_path):
+        with pytest.raises(CheckpointError, match="none can be read"):
+            train(F.cross_entropy, again, buffer, save=tmp_path, resume=resume, logger=quiet)
+    assert len(list(tmp_path.glob("*.json"))) == 3
+
+
+def test_a_first_checkpoint_that_broke_off_is_none(tmp_path):
+    """What a process leaves that is killed while it saves for the first time."""
+    setup, buffer = prepared()
+    setup.steps = 3
+    train(F.cross_entropy, setup, buffer, save=tmp_path, logger=quiet)
+    (manifest,) = tmp_path.glob("*.json")
+    manifest.unlink()
+    again, buffer = prepared()
+    result = train(F.cross_entropy, again, buffer, save=tmp_path, resume=True, logger=quiet)
+    assert result.steps == 14

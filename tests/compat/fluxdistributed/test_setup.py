@@ -9,7 +9,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import manyhands.compat.fluxdistributed as flux
 from manyhands.compat.fluxdistributed import prepare_training
-from manyhands.compat.fluxdistributed.devices import cores_for, resolve
+from manyhands.compat.fluxdistributed.hands import cores_for
+from manyhands.compat.fluxdistributed.setup import resolve
 from manyhands.core.errors import UsageError
 from tests.compat.fluxdistributed.models import ADAM, SGD, data, mlp, same
 
@@ -130,7 +131,18 @@ def test_cores_are_divided():
     assert [cores_for(n, 8) for n in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
 
 
-def test_devices_compute_with_their_part_of_the_cores():
+@pytest.fixture
+def four_cores():
+    """As torch counts them: with one, a part of them is all of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("num_devices", "part"), [(1, 4), (2, 2), (3, 1)])
+@pytest.mark.usefixtures("four_cores")
+def test_devices_compute_with_their_part_of_the_cores(num_devices, part):
     found = []
 
     class Asks(nn.Linear):
@@ -138,13 +150,12 @@ def test_devices_compute_with_their_part_of_the_cores():
             found.append(torch.get_num_threads())
             return super().forward(x)
 
-    before = torch.get_num_threads()
-    setup, buffer = prepare_training(
-        Asks(6, 4).double(), data(), ["cpu"] * 2, functools.partial(torch.optim.SGD, lr=0.1), 4
-    )
+    opt = functools.partial(torch.optim.SGD, lr=0.1)
+    devices = ["cpu"] * num_devices
+    setup, buffer = prepare_training(Asks(6, 4).double(), data(), devices, opt, 4)
     flux.train(nn.functional.cross_entropy, setup, buffer, logger=lambda row, step: None)
-    assert set(found) == {max(1, before // 2)}
-    assert torch.get_num_threads() == before
+    assert set(found) == {part}
+    assert torch.get_num_threads() == 4
 
 
 def test_every_name_is_there():

@@ -17,7 +17,7 @@ from manyhands.compat.fluxdistributed import (
     update,
 )
 from manyhands.core.errors import UsageError
-from tests.compat.fluxdistributed.models import SGD, data, mlp, normed
+from tests.compat.fluxdistributed.models import SGD, data, mlp, normed, same
 
 
 def gradients(model, x, y):
@@ -212,3 +212,35 @@ def test_nans_are_found_wherever_they_are():
     assert check_nans(buffer)
     with pytest.raises(UsageError, match="object"):
         check_nans(object())
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum", lambda tensors: torch.stack(tensors).sum(0)])
+def test_statistics_are_averaged_whatever_is_done_with_gradients_and_updates_bring_them(reduce):
+    model, (x, y) = normed(), data(12, dtype=torch.float32)[:]
+    setup, buffer = prepared(model)
+    for _ in range(2):
+        stepped(setup, buffer, x, y, (6, 4, 2))
+        each = [copy.deepcopy(replica.state_dict()) for replica in setup.models]
+        final = sync_buffer(buffer, reduce=reduce)
+        ensure_synced(buffer, final)
+        for optimizer, replica in zip(setup.optimizers, setup.models, strict=True):
+            update(optimizer, replica, final)
+        assert all(same(replica, setup.models[0]) for replica in setup.models)
+        for name in ("2.running_mean", "2.running_var"):
+            parts = [state[name] * count for state, count in zip(each, (6, 4, 2), strict=True)]
+            mean = torch.stack(parts).sum(0) / 12
+            torch.testing.assert_close(setup.models[0].state_dict()[name], mean)
+    assert setup.models[2].state_dict()["2.num_batches_tracked"] == 2
+    assert not any(name.startswith("2.running") for name in final)  # which are no gradients
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum", lambda tensors: torch.stack(tensors).sum(0)])
+def test_a_device_without_rows_adds_nothing_of_the_step_before(reduce):
+    model, (x, y) = mlp(), data(12)[:]
+    setup, buffer = prepared(model, 2)
+    train_step(F.cross_entropy, buffer, 0, setup.models[0], x, y)
+    first = sync_buffer(buffer, reduce=reduce)
+    train_step(F.cross_entropy, buffer, 0, setup.models[0], x, y)
+    again = sync_buffer(buffer, reduce=reduce)
+    for name, tensor in first.items():
+        assert torch.equal(again[name], tensor)

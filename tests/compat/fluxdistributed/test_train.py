@@ -1,7 +1,6 @@
 """Task mode: one thread a device, all replicas in step, the same run as one device."""
 
 import copy
-import functools
 import itertools
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from manyhands.compat.fluxdistributed import prepare_training, train
-from manyhands.core.errors import UsageError
+from manyhands.core.errors import ManyhandsError, UsageError
 from manyhands.data.chance import generator
 from manyhands.data.order import Order
 from manyhands.data.table import BadSample
@@ -117,6 +116,62 @@ def test_buffers_that_nobody_writes_stay_what_they_are():
         assert torch.equal(replica.flags, model.flags)
 
 
+class Notices(nn.Module):
+    """Has buffers that it changes when a row is large; a device with none leaves them alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES).double()
+        self.register_buffer("level", torch.tensor([10.0, -3.0]))
+        self.register_buffer("times", torch.tensor([5]))
+        self.register_buffer("met", torch.tensor([False]))
+
+    def forward(self, x):
+        if x.max() > 100:
+            self.level *= 2
+            self.times += 1
+            self.met |= True
+        return self.layer(x.clamp(-1, 1))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_buffer_that_one_device_changes_counts_the_others_as_they_are(rank):
+    places = Order(6, seed=0, epoch=0).indices(0, 6).tolist()
+    x, y = data(6)[:]
+    x[places[2 * rank], 0] = 1000.0  # each device has two rows
+    table = torch.utils.data.TensorDataset(x, y)
+    setup, _ = trained(Notices(), table, ["cpu"] * 3, 2, options={"cycles": 1})
+    for replica in setup.models:
+        torch.testing.assert_close(replica.level, torch.tensor([10.0, -3.0]) * 4 / 3)
+        assert replica.times.tolist() == [6]
+        assert replica.met.tolist() == [True]
+
+
+class Waves(nn.Module):
+    """With complex parameters, and a complex buffer that it writes."""
+
+    def __init__(self):
+        super().__init__()
+        made = torch.Generator().manual_seed(0)
+        parts = torch.randn(FEATURES, CLASSES, 2, generator=made, dtype=torch.float64)
+        self.weight = nn.Parameter(torch.view_as_complex(parts))
+        self.register_buffer("mean", torch.zeros(CLASSES, dtype=torch.complex128))
+
+    def forward(self, x):
+        made = x.to(torch.complex128) @ self.weight
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * made.detach().mean(0)
+        return made.abs()
+
+
+def test_complex_parameters_are_averaged_too():
+    one, _ = trained(Waves(), data(48), ["cpu"], 12, options={"cycles": 6})
+    many, _ = trained(Waves(), data(48), ["cpu"] * 3, 4, options={"cycles": 6})
+    close(many.models[0], one.models[0])
+    assert all(same(model, many.models[0]) for model in many.models)
+    assert not same(one.models[0], Waves())
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_each_epoch_has_every_sample_once(devices):
     computed = []
@@ -213,6 +268,15 @@ def test_bad_samples_are_replaced_or_raised():
         trained(mlp(), data(50), ["cpu"], 4, options={"bad": "ignore"})
 
 
+@pytest.mark.parametrize(
+    ("devices", "said"), [(1, "no sample of epoch 0 can be read"), (2, "all are bad")]
+)
+def test_a_table_of_nothing_but_bad_samples_is_an_error(devices, said):
+    table = Torn(data(50), range(50))
+    with pytest.raises(ManyhandsError, match=said):
+        trained(mlp(), table, ["cpu"] * devices, 4, options={"epochs": 1, "bad": "skip"})
+
+
 def test_random_transforms_draw_the_same_at_any_number_of_devices():
     def noisy(x):
         return x + 0.1 * torch.randn(x.shape, generator=generator(), dtype=x.dtype)
@@ -221,6 +285,20 @@ def test_random_transforms_draw_the_same_at_any_number_of_devices():
     one, _ = trained(mlp(), data(50), ["cpu"], 8, options=options)
     many, _ = trained(mlp(), data(50), ["cpu"] * 4, 2, options=options)
     close(one.models[0], many.models[0])
+
+
+def test_layers_that_are_meant_to_be_in_eval_mode_stay_so():
+    model = normed()
+    model[2].eval()
+    setup, _ = trained(model, data(48, dtype=torch.float32), ["cpu"] * 2, 4)
+    for replica in setup.models:
+        assert replica.training
+        assert not replica[2].training
+        assert torch.equal(replica[2].running_mean, model[2].running_mean)
+        assert not torch.equal(replica[2].weight, model[2].weight)
+    model = normed().eval()  # as a whole: as after an evaluation
+    setup, _ = trained(model, data(48, dtype=torch.float32), ["cpu"], 8)
+    assert all(module.training for module in setup.models[0].modules())
 
 
 # -- optimizers and schedules ---------------------------------------------------------------------
@@ -328,100 +406,3 @@ def test_a_scheduler_of_another_optimizer_is_refused():
         trained(model, data(), ["cpu"], 4, sched=torch.optim.lr_scheduler.StepLR(other, 1))
     with pytest.raises(UsageError, match="sched=3"):
         trained(model, data(), ["cpu"], 4, sched=3)
-
-
-# -- evaluation and history -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_an_evaluation_is_of_all_rows_whoever_computes_them(num_devices):
-    table, val = data(), data(31, seed=9)
-    setup, result = trained(
-        *(mlp(), table, ["cpu"] * num_devices, 4), val=val, eval_every=2, log_every=100
-    )
-    assert [row["step"] for row in result.history] == [2, 4, 5]
-    x, y = val[:]
-    with torch.no_grad():
-        output = setup.models[0](x)
-    last = result.history[-1]
-    assert last["val/loss"] == pytest.approx(float(F.cross_entropy(output, y)))
-    assert last["val/top1"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
-    assert last["val/top5"] == last["val/top10"] == 1.0  # there are four classes
-
-
-def test_of_a_large_table_the_same_samples_are_looked_at_each_time():
-    val = Seen(data(40, seed=9))
-    trained(
-        *(mlp(), data(), ["cpu"] * 2, 4),
-        options={"cycles": 2},
-        val=val,
-        eval_every=1,
-        val_samples=10,
-    )
-    assert len(val.places) == 20
-    assert sorted(val.places[:10]) == sorted(val.places[10:])
-    assert len(set(val.places)) == 10
-
-
-def test_evaluation_neither_trains_nor_leaves_eval_mode():
-    table = data(48, dtype=torch.float32)
-    kept, result = trained(normed(), table, ["cpu"], 8, val=table[:], eval_every=1)
-    other, _ = trained(normed(), table, ["cpu"], 8)
-    assert same(kept.models[0], other.models[0])
-    assert all(module.training for module in kept.models[0].modules())
-    assert len(result.history) == 5
-
-
-def test_a_regression_has_a_loss_and_no_top_k():
-    torch.manual_seed(0)
-    x = torch.randn(20, 3)
-    table = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    setup, buffer = prepare_training(nn.Linear(3, 1), table, ["cpu"] * 2, SGD, 2)
-    result = train(F.mse_loss, setup, buffer, val=table, logger=quiet)
-    assert result.history[-1].keys() == {"step", "val/loss"}
-
-
-def test_rows_have_the_keys_of_all_loggers():
-    rows = []
-    _, result = trained(
-        *(mlp(), data(), ["cpu"] * 2, 4),
-        options={"epochs": 2},
-        logger=lambda metrics, step: rows.append((step, metrics)),
-        val=data()[:],
-        log_every=3,
-        eval_every=6,
-    )
-    assert [step for step, _ in rows] == [3, 6, 9, 12, 14]
-    assert rows[1][1].keys() == {
-        *("train/loss", "lr", "epoch", "perf/samples_per_s", "data/wait_s", "data/bad"),
-        "oom/skipped",
-        *("val/loss", "val/top1", "val/top5", "val/top10"),
-    }
-    assert [row["epoch"] for _, row in rows[:4]] == [0, 0, 1, 1]
-    assert [{"step": step, **row} for step, row in rows] == result.history
-
-
-def test_inputs_may_be_several():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(3, 2), nn.Linear(3, 2)
-
-        def forward(self, a, b):
-            return self.one(a) + self.two(b)
-
-    class Pairs:
-        def __len__(self):
-            return 20
-
-        def __getitem__(self, place):
-            made = torch.Generator().manual_seed(place)
-            a, b = torch.randn(2, 3, generator=made)
-            return (a, b), int(a[0] > b[0])
-
-    torch.manual_seed(0)
-    setup, buffer = prepare_training(
-        Two(), Pairs(), ["cpu"] * 2, functools.partial(torch.optim.SGD, lr=0.5), 4, epochs=10
-    )
-    result = train(F.cross_entropy, setup, buffer, log_every=1, logger=quiet)
-    assert result.history[-1]["train/loss"] < result.history[0]["train/loss"] / 2

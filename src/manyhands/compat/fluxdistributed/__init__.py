@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     )
     from manyhands.compat.fluxdistributed.launch import start
     from manyhands.compat.fluxdistributed.logs import WandbLogger, with_logger
-    from manyhands.compat.fluxdistributed.metrics import log_loss_and_acc, topkaccuracy
+    from manyhands.compat.fluxdistributed.metrics import log_loss_and_acc, showpreds, topkaccuracy
     from manyhands.compat.fluxdistributed.pictures import minibatch, preprocess
-    from manyhands.compat.fluxdistributed.predictions import showpreds
     from manyhands.compat.fluxdistributed.processes import connect, getgrads, syncgrads
     from manyhands.compat.fluxdistributed.saving import load_weights
     from manyhands.compat.fluxdistributed.setup import Setup, prepare_training
@@ -93,7 +92,7 @@ _LAZY = {
     "minibatch": ".pictures",
     "prepare_training": ".setup",
     "preprocess": ".pictures",
-    "showpreds": ".predictions",
+    "showpreds": ".metrics",
     "start": ".launch",
     "sync_buffer": ".buffer",
     "syncgrads": ".processes",

@@ -7,9 +7,10 @@ many devices there are, and every sample of an epoch counts once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from manyhands.core.errors import ManyhandsError
 from manyhands.data.calendar import Calendar
 from manyhands.data.loader import Loader
 from manyhands.data.source import Source
@@ -68,12 +69,24 @@ class Feed:
 
     def _all(self, step: int) -> Iterator[Batch]:
         while True:
+            first = step
             for x, y in self._loader:
-                # A batch of nothing but bad samples is passed over where nobody shares it.
-                for _ in range(step, self._newest()):
-                    yield Batch(None, None, 0)
+                yield from self._passed_over(step, self._newest())
                 step = self._newest() + 1
                 yield Batch(x, y, self._loader.weight)
+            end = self._newest() + 1  # of the epoch: the loader is at the next one
+            if first == step and first == end - self._calendar.rounds_per_epoch:
+                raise ManyhandsError(
+                    f"no sample of epoch {self._calendar.span(first).epoch} can be read",
+                    hint="look at the files that the warnings before name",
+                )
+            yield from self._passed_over(step, end)
+            step = end
+
+    def _passed_over(self, start: int, stop: int) -> Iterator[Batch]:
+        """Of nothing but bad samples: where nobody shares them, the loader has no batch there."""
+        for _ in range(start, stop):
+            yield Batch(None, None, 0)
 
     def _newest(self) -> int:
         """The step of the batch that the loader has yielded last."""
@@ -85,9 +98,3 @@ class Feed:
 def share_of(num_rows: int, rank: int, world: int) -> range:
     """Which of some rows are this device's."""
     return range(num_rows * rank // world, num_rows * (rank + 1) // world)
-
-
-def read_batch(dataset: Any, places: list[int], collate: Callable[[list[Any]], Any]) -> Batch:  # noqa: ANN401
-    """These samples of a data set of (x, y)."""
-    x, y = collate([dataset[place] for place in places])
-    return Batch(x, y, len(places))

@@ -9,13 +9,12 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from typing import Generic, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from manyhands.collectives.backend.open import open_group
-from manyhands.compat.fluxdistributed.devices import cores_for
 from manyhands.compat.fluxdistributed.errors import Bystander
 from manyhands.core.errors import LinkError
 from manyhands.stages.carrier import AloneCarrier, Carrier, GroupCarrier
@@ -33,8 +32,12 @@ def run_hands(
     """Run `act(rank, carrier)` once for each device, each in a thread of its own; what they return.
 
     Blocks until all have ended. If one raises, the others are told so and end; what it raised is
-    raised here. A Ctrl-C ends them likewise.
+    raised here. A Ctrl-C ends them likewise. A single device is served by the caller's thread:
+    there is nobody else from whom another one could hear of a Ctrl-C.
     """
+    if len(devices) == 1:
+        with using(devices[0]), torch.enable_grad():  # as a new thread has it
+            return [act(0, AloneCarrier())]
     hands = _Hands(devices, act, timeout_s)
     threads = [
         threading.Thread(
@@ -56,6 +59,11 @@ def run_hands(
     return hands.results()
 
 
+def using(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, it is the one that this thread's work goes to where no device is named."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @contextmanager
 def _divided(num_devices: int) -> Generator[None]:
     """Threads that are started inside have so many cores each that all have some.
@@ -71,20 +79,28 @@ def _divided(num_devices: int) -> Generator[None]:
         torch.set_num_threads(number)
 
 
+def cores_for(num_devices: int, num_cores: int) -> int:
+    """How many cores torch uses for each of so many devices."""
+    return max(1, num_cores // num_devices)
+
+
 class _Hands(Generic[T]):
+    """Of several devices."""
+
     def __init__(self, devices: Sequence[torch.device], act: Act[T], timeout_s: float) -> None:
         self._devices, self._act, self._timeout_s = devices, act, timeout_s
         self._where = f"local:///devices-{secrets.token_hex(8)}"
         self._lock = threading.Lock()
         self._made: dict[int, T] = {}
-        self._errors: list[Exception] = []  # the first one is the cause of the others
+        self._errors: list[BaseException] = []  # the first one is the cause of the others
         self._carriers: list[Carrier] = []
         self._stopped = False
 
     def run(self, rank: int) -> None:
         try:
-            made = self._joined(rank)
-        except Exception as error:  # noqa: BLE001  (it is raised by `results`)
+            with using(self._devices[rank]):
+                made = self._joined(rank)
+        except BaseException as error:  # noqa: BLE001  (it is raised by `results`: SystemExit too)
             with self._lock:
                 self._errors.append(error)
         else:
@@ -93,8 +109,6 @@ class _Hands(Generic[T]):
 
     def _joined(self, rank: int) -> T:
         world = len(self._devices)
-        if world == 1:
-            return self._acted(rank, AloneCarrier())
         group = open_group(
             self._where, rank=rank, world=world, timeout_s=self._timeout_s, meet_s=MEET_S
         )
@@ -115,7 +129,7 @@ class _Hands(Generic[T]):
             if stopped:
                 raise LinkError("the training was stopped")
             return self._act(rank, carrier)
-        except Exception as error:
+        except BaseException as error:
             with self._lock:
                 self._errors.append(error)  # before the others can hear of it
             carrier.give_up(f"{type(error).__name__}: {error}"[:500])

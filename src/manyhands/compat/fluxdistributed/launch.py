@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from manyhands.compat.fluxdistributed.devices import Device, cores_for, resolve
 from manyhands.compat.fluxdistributed.errors import WorkersFailed
+from manyhands.compat.fluxdistributed.hands import cores_for
 from manyhands.compat.fluxdistributed.optimizers import Opt
 from manyhands.compat.fluxdistributed.processes import (
     Synced,
@@ -30,6 +30,7 @@ from manyhands.compat.fluxdistributed.processes import (
     model_of,
     syncgrads,
 )
+from manyhands.compat.fluxdistributed.setup import Device, resolve
 from manyhands.compat.fluxdistributed.step import LossFn
 from manyhands.compat.fluxdistributed.training import Result
 from manyhands.core.errors import LinkError, UsageError
@@ -40,6 +41,10 @@ GRACE_S = 30.0  # for workers to end by themselves once one has failed
 _RANK, _NUMBER, _URL, _LINE = (
     f"MANYHANDS_FLUX_{name}" for name in ("WORKER", "WORKERS", "URL", "LINE")
 )
+
+# Taken by the call that trains. A program is a process's, and so is this: workers run it from its
+# beginning and get to the first such call, whichever one they were started by.
+_CALLED = threading.Lock()
 
 
 def start(
@@ -58,20 +63,29 @@ def start(
 
     It starts `workers` copies of this program, which get to this call too and do not return from
     it; put what only the main process shall do after it. `devices[n]` is worker n's (repeated from
-    the front if there are fewer); without it a GPU each, else the CPU.
+    the front if there are fewer); without it a GPU each, else the CPU. Once in a program: a second
+    call is a UsageError, since its workers would get to the first one.
 
     Blocks until all workers have ended. Raises WorkersFailed, which names those that failed or were
     killed; the others then end, too. If the main process is killed, so do the workers.
     """
-    if _RANK in os.environ:
-        _work(loss, model, key, opt, batchsize, devices, options)
+    # What is refused here is refused in the workers, too: all go on to the same call.
     if workers < 1:
         raise UsageError(f"{workers} workers", hint="at least one")
-    resolve(devices)  # or a UsageError, once and not in each worker
+    resolve(devices)
+    is_worker = _RANK in os.environ
+    command = [] if is_worker else _own_command()
+    if not _CALLED.acquire(blocking=False):
+        raise UsageError(
+            "a second start() in one program: its workers would train what the first one says",
+            hint="a program for each training; to try again, run it again, with resume=True",
+        )
+    if is_worker:
+        _work(loss, model, key, opt, batchsize, devices, options)
     run = f"flux-{secrets.token_hex(8)}"
     with Hub("127.0.0.1:0", insecure=False) as hub:
         where = f"{hub.address.code()}?run={run}"
-        crew = _Crew(_own_command(), workers, where)
+        crew = _Crew(command, workers, where)
         synced = crew.run(lambda met: _sync(where, workers, verbose, met), hub.close)
     return Result(
         models=[(torch.device("cpu"), model_of(model, synced))],
@@ -181,9 +195,11 @@ class _Crew:
         line, held = os.pipe()
         ends: list[_End] = []
         try:
-            for worker in range(1, self.num_workers + 1):
-                self._start(worker, line)
-            os.close(line)
+            try:
+                for worker in range(1, self.num_workers + 1):
+                    self._start(worker, line)
+            finally:
+                os.close(line)
             self._thread(own, "syncgrads")
             ends = self._wait()
         finally:
@@ -192,9 +208,9 @@ class _Crew:
             hang_up()
             for thread in self._threads:
                 thread.join()
-        failed = [end for end in ends if end.worker and end.code]
+        failed = [end for end in ends if end.worker and self._is_failure(end)]
         if failed or errors:
-            said = [f"worker {end.worker} {_said(end.code)}" for end in failed]
+            said = [f"worker {end.worker} {self._said(end)}" for end in failed]
             said += [f"worker {worker} was made to end" for worker in made_to_end]
             why = errors[0] if errors else None
             raise WorkersFailed(
@@ -232,8 +248,19 @@ class _Crew:
                 break
             left.discard(end.worker)
             ends.append(end)
-            failed = failed or end.code != 0
+            failed = failed or self._is_failure(end)
         return ends
+
+    def _is_failure(self, end: _End) -> bool:
+        """If one ends before all have met, they never will: no end is a good one then."""
+        return end.code != 0 or not self._met.is_set()
+
+    def _said(self, end: _End) -> str:
+        if end.code < 0:
+            return f"was killed by signal {-end.code}"
+        if not end.code and not self._met.is_set():
+            return "ended before it had met the others: does it get to start()?"
+        return f"ended with code {end.code}"
 
     def _end_all(self) -> list[int]:
         """The workers that had to be told."""
@@ -252,7 +279,3 @@ class _Crew:
         thread = threading.Thread(target=act, name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
-
-
-def _said(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

@@ -20,18 +20,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.compat.fluxdistributed.ballot import Verdict, confirm, vote
-from manyhands.compat.fluxdistributed.buffer import Slot, check_nans
+from manyhands.compat.fluxdistributed.ballot import Verdict, confirm, share, vote
+from manyhands.compat.fluxdistributed.buffer import Kept, Slot, check_nans
 from manyhands.compat.fluxdistributed.errors import BadGradient, Bystander, TrainingBroken
 from manyhands.compat.fluxdistributed.feed import Batch, Feed
-from manyhands.compat.fluxdistributed.judge import Judge
-from manyhands.compat.fluxdistributed.kept import Kept
-from manyhands.compat.fluxdistributed.memory import give_back, is_out_of_memory
-from manyhands.compat.fluxdistributed.metrics import check_classes
+from manyhands.compat.fluxdistributed.metrics import Judge, check_classes
 from manyhands.compat.fluxdistributed.optimizers import Pace, rate_of
 from manyhands.compat.fluxdistributed.saving import Standing, Terms, Where, save
-from manyhands.compat.fluxdistributed.share import share
-from manyhands.compat.fluxdistributed.step import LossFn, compute, cut, each, update
+from manyhands.compat.fluxdistributed.step import (
+    LossFn,
+    compute,
+    cut,
+    each,
+    give_back,
+    is_out_of_memory,
+    is_short,
+    update,
+)
 from manyhands.core.errors import CheckpointError, LinkError
 from manyhands.data.calendar import Calendar
 from manyhands.stages.carrier import Carrier
@@ -120,12 +125,13 @@ class Loop:
     def run(self) -> Outcome:
         """Take the steps that are left. Raises TrainingBroken, and what a device raised."""
         course, now = self._course, self._now
-        self._replica.model.train()
+        if not self._replica.model.training:  # else some of its layers may be meant not to
+            self._replica.model.train()
         while now.step < course.steps:
             loss = self._step(self._feed.take())
             now.step += 1
             self._account(loss)
-        vote(self._everybody, len(self._replica.slot.layout.leaves), done=True)
+        vote(self._everybody, self._replica.slot.layout, done=True)
         self._save(last=True)
         return Outcome(standing=now, history=self._history)
 
@@ -138,11 +144,12 @@ class Loop:
         before = Kept(replica.model)
         try:
             verdict = self._agreed(batch, before)
+            whole = verdict is None or not is_short(self._check)
         except BaseException:
             before.restore(replica.model)  # as after the last step, which all have
             raise
         if verdict is not None:
-            self._apply()
+            self._apply(whole=whole)
             self._rows_since += verdict.total
         replica.pace.after()
         return None if verdict is None else verdict.loss
@@ -158,9 +165,8 @@ class Loop:
         if not verdict.total:
             return None  # all its samples are bad
         slot = replica.slot
-        slot.weigh(batch.rows / verdict.total, first=self._everybody.rank == verdict.first)
+        slot.weigh(batch.rows / verdict.total, verdict.given_by(self._everybody.rank))
         slot.add_up(self._everybody, verdict.used)
-        self._check()
         return verdict
 
     def _attempt(self, batch: Batch, before: Kept) -> Verdict:
@@ -176,7 +182,7 @@ class Loop:
         try:
             verdict = vote(
                 self._everybody,
-                len(replica.slot.layout.leaves),
+                replica.slot.layout,
                 rows=batch.rows,
                 loss=value,
                 bad=self._feed.num_bad,
@@ -253,14 +259,12 @@ class Loop:
                 hint="no replica has taken it; a smaller learning rate, or data without NaNs?",
             )
 
-    def _apply(self) -> None:
-        replica, failed = self._replica, False
-        try:
-            update(replica.optimizer, replica.model, replica.slot)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = True
+    def _apply(self, *, whole: bool) -> None:
+        """The step; not `whole` is what ran out of memory on the way to it, as others may not."""
+        replica = self._replica
+        failed = not whole or is_short(
+            lambda: update(replica.optimizer, replica.model, replica.slot)
+        )
         ranks = confirm(self._everybody, failed=failed)
         if ranks:
             self._heal(ranks, failed=failed)
@@ -333,8 +337,20 @@ class Loop:
 
     def _evaluated(self) -> dict[str, float]:
         assert self._judge is not None
-        found = self._judge.scores(self._replica.model, self._replica.device, self._crew)
-        self._replica.pace.scored(found["val/loss"])
+        found = self._judge.scores(
+            self._replica.model,
+            self._replica.device,
+            self._crew,
+            pieces=self._now.pieces,
+            on_oom=self._course.on_oom,
+        )
+        if not found:
+            self._warn(
+                f"a device ran out of memory in the evaluation after step {self._now.step}, "
+                "which is left out"
+            )
+        if "val/loss" in found:
+            self._replica.pace.scored(found["val/loss"])
         return found
 
     def _keep(self, row: dict[str, float]) -> None:

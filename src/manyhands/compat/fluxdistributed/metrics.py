@@ -1,18 +1,45 @@
-"""Metrics: how often the right class is among the first k, and what a batch is like."""
+"""Metrics: how often the right class is among the first k, and the evaluation of a replica.
+
+score      one device's rows
+Judge      those of all devices, each of which computes its share
+showpreds  what a model takes each sample for, printed
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.compat.fluxdistributed.step import LossFn, call, each, rows_of
+from manyhands.compat.fluxdistributed.feed import Bad, share_of
+from manyhands.compat.fluxdistributed.step import (
+    LossFn,
+    call,
+    cut,
+    each,
+    give_back,
+    is_out_of_memory,
+    rows_of,
+)
 from manyhands.core.errors import UsageError
+from manyhands.data.fetch import Marks
+from manyhands.data.order import Order
+from manyhands.data.quarantine import Rules
+from manyhands.data.reader import Reader
+from manyhands.data.source import Source
+from manyhands.data.table import BadSample
+from manyhands.stages.carrier import Carrier
+
+log = logging.getLogger(__name__)
 
 KS = (1, 5, 10)
+MARK = "✅"
 
 
 def topkaccuracy(output: Tensor, labels: Tensor, k: int = 1) -> float:
@@ -79,17 +106,19 @@ class Score:
     loss: float = 0.0
     ranked: float = 0.0
     """Rows whose output is one value a class."""
+    bad: float = 0.0
+    """Samples that could not be read."""
     hits: list[float]
     """For each k, the rows whose class is among the first k."""
 
     def means(self, tag: str, ks: Sequence[int]) -> dict[str, float]:
         """`val/loss`, `val/top1`, ...: without top-k where outputs are no classes."""
-        found = {f"{tag}/loss": self.loss / max(1.0, self.rows)}
+        found = {f"{tag}/loss": self.loss / self.rows} if self.rows else {}
         if self.ranked:
             found |= {
                 f"{tag}/top{k}": hit / self.ranked for k, hit in zip(ks, self.hits, strict=True)
             }
-        return found
+        return found | ({f"{tag}/bad": self.bad} if self.bad else {})
 
 
 @torch.no_grad()
@@ -141,9 +170,11 @@ def log_loss_and_acc(
     step: int = 0,
     log: Callable[[Mapping[str, float], int], None] | None = None,
 ) -> dict[str, float]:
-    """Loss and top-k of a batch, or of several; logged, and returned by name (`val/top5`).
+    """Loss and top-k of a batch, or of several, where the model is; logged, and returned by name
+    (`val/top5`).
 
-    They go to `log(metrics, step)`, else to the logger of `with_logger`, else to the console.
+    They go to `log(metrics, step)`, else to the logger of `with_logger`, else to the console. In a
+    block of `with_logger` no step goes back: one that would is the next after the last row there.
     """
     from manyhands.compat.fluxdistributed.logs import current_log
 
@@ -160,3 +191,169 @@ def is_batch(val: Any) -> bool:  # noqa: ANN401
         return False
     x, y = cast("Sequence[Any]", val)
     return not (isinstance(x, tuple | list) and isinstance(y, tuple | list))
+
+
+class Judge:
+    """Of `val`: one batch, or a table, of which at most `samples` are looked at, always the same.
+
+    All devices call it; each computes its share of the rows. Samples are read as those of the
+    training are: with random numbers of their own, which depend on nothing but `seed`, and by the
+    rules of `bad`.
+    """
+
+    def __init__(
+        self,
+        val: Any,  # noqa: ANN401
+        loss: LossFn,
+        *,
+        batchsize: int,
+        samples: int | None,
+        seed: int,
+        bad: Bad = "raise",
+    ) -> None:
+        self._val, self._loss, self._batchsize = val, loss, batchsize
+        self._batch = is_batch(val)
+        if self._batch:
+            self._size = rows_of(val[0])
+        elif hasattr(val, "__len__") and hasattr(val, "__getitem__"):
+            self._size = len(val) if samples is None else min(len(val), samples)
+        else:
+            raise UsageError(
+                f"val is a {type(val).__name__}", hint="give a batch, (x, y), or a table of samples"
+            )
+        if not self._size:
+            raise UsageError("val is empty", hint="at least one sample, or val=None")
+        self._seed = seed
+        self._told: set[str] = set()
+        self._lock = threading.Lock()  # devices of one process share a judge
+        self._reader: Reader | None = None
+        if not self._batch:
+            source = Source(dataset=val, batch=batchsize, rules=Rules(policy=bad))
+            self._reader = Reader(source, seed, alone=False)
+
+    def scores(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        carrier: Carrier,
+        *,
+        pieces: int = 1,
+        on_oom: str = "raise",
+        ks: Sequence[int] = KS,
+    ) -> dict[str, float]:
+        """Loss and top-k over all devices: the same numbers on each; none if one of them ran out of
+        memory, unless that is to be raised.
+
+        Rows are taken a `batchsize` at a time, or as many `pieces` of it as they are trained in.
+        """
+        own, short = Score(hits=[0.0] * len(ks)), False
+        try:
+            own = self._own(model, device, carrier, pieces, on_oom, ks)
+        except Exception as error:
+            if on_oom == "raise" or not is_out_of_memory(error):
+                raise
+            short = True
+        if short:
+            give_back(device)
+        counts = [own.rows, own.loss, own.ranked, own.bad, short, *own.hits]
+        sums = torch.tensor(counts, dtype=torch.float64).to(carrier.words_on)
+        carrier.sum(sums, range(carrier.size)).wait()
+        rows, loss, ranked, bad, missing, *hits = cast("list[float]", sums.tolist())  # pyright: ignore[reportUnknownMemberType]
+        if missing:
+            return {}
+        return Score(rows=rows, loss=loss, ranked=ranked, bad=bad, hits=hits).means("val", ks)
+
+    def _own(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        carrier: Carrier,
+        pieces: int,
+        on_oom: str,
+        ks: Sequence[int],
+    ) -> Score:
+        """This device's; if memory is short and it may, with fewer rows at once."""
+        mine = share_of(self._size, carrier.rank, carrier.size)
+        rows = max(1, -(-self._batchsize // pieces))
+        while True:
+            try:
+                # Nobody waits for this one between two batches, so it may try again by itself.
+                return self._scored(model, device, mine, rows, ks)
+            except Exception as error:
+                if on_oom != "split" or rows == 1 or not is_out_of_memory(error):
+                    raise
+            rows = -(-rows // 2)
+            give_back(device)
+
+    def _scored(
+        self, model: nn.Module, device: torch.device, mine: range, rows: int, ks: Sequence[int]
+    ) -> Score:
+        bad: list[BadSample] = []
+        made = score(self._loss, model, self._batches(mine, rows, bad), device, ks)
+        made.bad = float(len(bad))
+        with self._lock:
+            new = [error for error in bad if error.where not in self._told]
+            self._told.update(error.where for error in new)
+        for error in new:
+            log.warning("%s: a sample of val", error.message)
+        return made
+
+    def _batches(
+        self, mine: range, num_rows: int, bad: list[BadSample]
+    ) -> Iterator[tuple[Any, Any]]:
+        for start in range(mine.start, mine.stop, num_rows):
+            rows = range(start, min(start + num_rows, mine.stop))
+            if self._reader is None:
+                yield cut(tuple(self._val), rows.start, rows.stop)
+                continue
+            read = self._reader.read(Marks(0, tuple(rows), self._places(rows)))
+            bad += read.bad
+            if read.num:
+                x, y = read.batch
+                yield x, y
+
+    def _places(self, rows: range) -> list[int]:
+        if self._size == len(self._val):
+            return list(rows)
+        order = Order(len(self._val), seed=self._seed, epoch=0)
+        return cast("list[int]", order.indices(rows.start, rows.stop).tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+def showpreds(
+    output: Tensor,
+    labels: Tensor,
+    names: Sequence[Any] | None = None,
+    *,
+    k: int = 5,
+    file: TextIO | None = None,
+) -> None:
+    """Print the k largest classes of each row, with what the softmax gives them.
+
+    `labels` are ids or one-hot rows; `names` is what `labels(tree)` gives, or a list of texts.
+    Where the right class is not among the first k, it is named below them.
+    """
+    ids = _list(ids_of(output, labels))
+    if names is not None and len(names) < output.shape[1]:
+        raise UsageError(f"{len(names)} names for {output.shape[1]} classes")
+    stream = file or sys.stdout
+    chances = output.detach().float().softmax(1).cpu()
+    order = torch.argsort(chances, dim=1, descending=True, stable=True)
+    for row, right in enumerate(ids):
+        stream.write(f"sample {row}\n")
+        places = _list(order[row, :k])
+        for place in places:
+            mark = f"  {MARK}" if place == right else ""
+            stream.write(f"  {float(chances[row, place]):6.1%}  {_name(names, place)}{mark}\n")
+        if right not in places:
+            stream.write(f"  it is {_name(names, right)}: {float(chances[row, right]):.1%}\n")
+
+
+def _list(ids: Tensor) -> list[int]:
+    return cast("list[int]", ids.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+def _name(names: Sequence[Any] | None, place: int) -> str:
+    if names is None:
+        return f"class {place}"
+    name = names[place]
+    return name if isinstance(name, str) else str(name.description)

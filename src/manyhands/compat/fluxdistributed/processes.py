@@ -11,8 +11,10 @@ machine.
 from __future__ import annotations
 
 import copy
+import hashlib
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +24,23 @@ from torch import nn
 
 from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.open import open_group
-from manyhands.compat.fluxdistributed.ballot import confirm, vote
-from manyhands.compat.fluxdistributed.buffer import Slot
-from manyhands.compat.fluxdistributed.devices import Device, resolve
+from manyhands.compat.fluxdistributed.ballot import confirm, share, tell_all, vote
+from manyhands.compat.fluxdistributed.buffer import Layout, Slot, tensors_of
+from manyhands.compat.fluxdistributed.errors import NotSynced
 from manyhands.compat.fluxdistributed.feed import Bad
-from manyhands.compat.fluxdistributed.hands import PATIENCE_S
-from manyhands.compat.fluxdistributed.layout import Layout
-from manyhands.compat.fluxdistributed.logs import desk_for
+from manyhands.compat.fluxdistributed.hands import PATIENCE_S, using
+from manyhands.compat.fluxdistributed.logs import log_for
 from manyhands.compat.fluxdistributed.loop import Loop, OnOom, Outcome, Replica
 from manyhands.compat.fluxdistributed.optimizers import Opt, Schedule, pace_for
-from manyhands.compat.fluxdistributed.saving import Standing, Where
-from manyhands.compat.fluxdistributed.setup import Options, Setup, prepare
-from manyhands.compat.fluxdistributed.share import share
+from manyhands.compat.fluxdistributed.saving import Standing, Where, find
+from manyhands.compat.fluxdistributed.setup import (
+    Device,
+    Options,
+    Setup,
+    kind_of,
+    prepare,
+    resolve,
+)
 from manyhands.compat.fluxdistributed.step import LossFn
 from manyhands.compat.fluxdistributed.training import (
     VAL_SAMPLES,
@@ -44,12 +51,12 @@ from manyhands.compat.fluxdistributed.training import (
     judge_for,
     params_of,
     result_of,
-    saved_at,
 )
 from manyhands.core.address import Address
 from manyhands.core.errors import Malformed, UsageError
 from manyhands.links.base import LinkSettings
 from manyhands.stages.carrier import AloneCarrier, Carrier, GroupCarrier
+from manyhands.wire.tensors import bytes_of
 
 MEET_S = 300.0  # for the slowest worker to start
 OUTAGE_S = 5.0  # for a main process that is gone: nobody waits longer
@@ -99,12 +106,12 @@ def syncgrads(group: ManyhandsGroup, *, verbose: bool = False) -> Synced:
         raise Malformed(f"worker 1 told no layout of a model: {error}") from None
     slot, steps = Slot(layout, _CPU), 0
     while True:
-        verdict = vote(everybody, len(layout.leaves))
+        verdict = vote(everybody, layout)
         if verdict.done:
             break
         if verdict.short or not verdict.total:
             continue
-        slot.weigh(0.0, first=False)
+        slot.weigh(0.0, ())
         slot.add_up(everybody, verdict.used)
         confirm(everybody)
         steps += 1
@@ -143,13 +150,16 @@ def getgrads(
     save: Where | None = None,
     resume: Where | bool | None = None,
     val_samples: int | None = VAL_SAMPLES,
+    val_transform: Callable[[Any], Any] | None = None,
 ) -> Result:
     """In a worker: train with all others, as `train` does; `batchsize` is this worker's.
 
     All workers pass the same; they begin with the first worker's values of the model. That one
     logs and saves, and reads what is resumed. Raises what `train` raises, and LinkError.
     """
-    check_options(loss, log_every=log_every, eval_every=eval_every, on_oom=on_oom)
+    check_options(
+        loss, log_every=log_every, eval_every=eval_every, on_oom=on_oom, sched=sched, val=val
+    )
     rank, num_workers = group.rank() - 1, group.size() - 1
     if rank < 0:
         raise UsageError("rank 0 is the main process", hint="it runs syncgrads(group)")
@@ -182,17 +192,20 @@ def getgrads(
     )
     standing = _begin(replica, crew, setup, resume, save)
     names = tuple(f"worker {number}" for number in range(1, num_workers + 1))
+    _check_equal(replica, crew, names)
     course = course_for(
-        *(setup, loss, names),
+        *(setup, loss, names, tell_all(crew, kind_of(place).encode())),
         log_every=log_every,
         eval_every=eval_every,
         on_oom=on_oom,
         save=save,
     )
-    judge = judge_for(setup, loss, val, val_samples)
+    judge = judge_for(setup, loss, val, val_samples, val_transform)
     feed = feed_for(setup, rank, num_workers, standing.step)
+    params = params_of(setup)
+    logged = log_for(logger, params, first=standing.step) if rank == 0 else nullcontext()
     try:
-        with desk_for(logger if rank == 0 else _mute, params_of(setup)) as log_row:
+        with logged as log_row, using(place):
             outcome = Loop(
                 *(course, replica, feed),
                 everybody=everybody,
@@ -203,6 +216,7 @@ def getgrads(
             ).run()
     finally:
         feed.close()
+    _check_equal(replica, crew, names)
     share(everybody, _told(replica, outcome) if rank == 0 else None, 1)
     return result_of(setup, outcome)
 
@@ -234,14 +248,37 @@ def _begin(
 ) -> Standing:
     """The first worker's state for all: what it was given, or what it finds to go on from."""
     mine: dict[str, Any] | None = None
+    buffers = dict(replica.model.named_buffers())
+    for name in replica.model.state_dict():
+        buffers.pop(name, None)  # the rest is in no checkpoint
     if crew.rank == 0:
-        found = saved_at(resume, save, setup)
+        found = find(resume, save, setup.terms)
         standing = Standing() if found is None else found.standing
         tree = replica.state() if found is None else found.tree
-        mine = {"standing": msgspec.to_builtins(standing), "replica": tree}
+        mine = {"standing": msgspec.to_builtins(standing), "replica": tree, "buffers": buffers}
     told = share(crew, mine, 0)
     replica.load(told["replica"])
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(told["buffers"][name])
     return msgspec.convert(told["standing"], Standing)
+
+
+def _check_equal(replica: Replica, crew: Carrier, names: tuple[str, ...]) -> None:
+    """All replicas are equal, to the bit: buffers that no state_dict has, too.
+
+    All workers call it; raises NotSynced, in all of them.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors_of(replica.model).values():
+        digest.update(bytes_of(tensor.detach().cpu().contiguous()))
+    found = tell_all(crew, digest.digest())
+    odd = [name for name, said in zip(names, found, strict=True) if said != found[0]]
+    if odd:
+        raise NotSynced(
+            f"the replica of {', '.join(odd)} is not that of {names[0]}",
+            hint="is it the same code and the same version of torch on all of them?",
+        )
 
 
 def _told(replica: Replica, outcome: Outcome) -> dict[str, Any]:
@@ -252,10 +289,6 @@ def _told(replica: Replica, outcome: Outcome) -> dict[str, Any]:
         "model": replica.model.state_dict(),
         "history": outcome.history,
     }
-
-
-def _mute(metrics: Any, step: int) -> None:  # noqa: ANN401
-    """The first worker logs."""
 
 
 def model_of(model: nn.Module, synced: Synced) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Setup: a model on several devices, ready to be trained on the rows of a table."""
+"""Setup: a model on several devices, which are named here, ready to be trained on a table."""
 
 from __future__ import annotations
 
@@ -12,14 +12,56 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.compat.fluxdistributed.buffer import Buffer
-from manyhands.compat.fluxdistributed.devices import Device, resolve
 from manyhands.compat.fluxdistributed.feed import Bad
 from manyhands.compat.fluxdistributed.optimizers import Opt, optimizer_for
-from manyhands.compat.fluxdistributed.rows import table_of
+from manyhands.compat.fluxdistributed.pictures import table_of
 from manyhands.compat.fluxdistributed.saving import Terms
 from manyhands.core.errors import UsageError
 from manyhands.data.calendar import Calendar
 from manyhands.data.source import Source
+
+Device = torch.device | str | int
+"""A torch.device, its name, or the number of a GPU."""
+
+_HINT = 'name them: ["cuda:0", "cuda:1"], ["cpu", "cpu"]; or None for all GPUs, else the CPU'
+
+
+def resolve(devices: Sequence[Device] | Device | None) -> tuple[torch.device, ...]:
+    """The devices by name; None is every GPU that is visible, or the CPU if there is none.
+
+    One that is named twice has two replicas. Raises UsageError for one that is not here.
+    """
+    if devices is None:
+        found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        return tuple(found) or (torch.device("cpu"),)
+    named = [devices] if isinstance(devices, str | int | torch.device) else list(devices)
+    if not named:
+        raise UsageError("a training on no device", hint=_HINT)
+    return tuple(_one(device) for device in named)
+
+
+def _one(name: Device) -> torch.device:
+    try:
+        device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"{name!r} is no device: {reason}", hint=_HINT) from None
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise UsageError(
+                f"{device} is not here: torch sees {torch.cuda.device_count()} GPUs", hint=_HINT
+            )
+    return device
+
+
+def kind_of(device: torch.device) -> str:
+    """What its arithmetic depends on: of two kinds, the last bits differ."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    if device.type == "cpu":
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    return device.type
 
 
 @dataclass(kw_only=True)
@@ -50,7 +92,8 @@ class Setup:
     @property
     def terms(self) -> Terms:
         """What a checkpoint must be of."""
-        return Terms(size=self.source.size, rows=self.source.batch, seed=self.options.seed)
+        source = self.source
+        return Terms(source.size, source.batch, self.options.seed, source.drop_last)
 
     def optimize(self, opt: Opt) -> None:
         """Other optimizers for the replicas as they are."""

@@ -1,7 +1,11 @@
-"""Step: what one device does: gradients of its part of the batch, and the optimizer's step."""
+"""Step: what one device does: gradients of its part of the batch, and the optimizer's step.
+
+And how a device says that it has no memory for it, and how it gets some back.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -9,14 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.compat.fluxdistributed.buffer import Buffer, Slot
-from manyhands.compat.fluxdistributed.kept import Kept
+from manyhands.compat.fluxdistributed.buffer import Buffer, Final, Kept, Slot
 from manyhands.core.errors import UsageError
 
 LossFn = Callable[[Any, Any], Tensor]
 """Of the model's output and the labels: the mean over the rows."""
 
 T = TypeVar("T")
+
+_OF_TORCH = (  # plain RuntimeErrors of torch's
+    "DefaultCPUAllocator",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def train_step(
@@ -82,20 +92,28 @@ def compute(
 def update(optimizer: Optimizer, model: nn.Module, final: Mapping[str, Tensor] | Slot) -> None:
     """The optimizer's step with these gradients, by name; afterwards the model has none.
 
-    A parameter that is not named has no gradient, so the optimizer leaves it as it is.
+    A parameter that is not named has no gradient, so the optimizer leaves it as it is. What
+    `sync_buffer` returned has the model's buffers, too (BatchNorm's statistics): it gets them.
     """
     if isinstance(final, Slot):
         final.show(model)
     else:
-        names = dict(model.named_parameters())
-        if odd := sorted(final.keys() - names.keys()):
-            raise UsageError(f"gradients for {odd[0]}, which this model does not have")
-        for name, parameter in names.items():
-            given = final.get(name)
-            parameter.grad = None if given is None else given.to(parameter.device)
+        _give(model, final, final.buffers if isinstance(final, Final) else {})
     optimizer.step()
     for parameter in model.parameters():
         parameter.grad = None
+
+
+@torch.no_grad()
+def _give(model: nn.Module, final: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    names, own = dict(model.named_parameters()), dict(model.named_buffers())
+    if odd := sorted((final.keys() - names.keys()) | (buffers.keys() - own.keys())):
+        raise UsageError(f"gradients for {odd[0]}, which this model does not have")
+    for name, parameter in names.items():
+        given = final.get(name)
+        parameter.grad = None if given is None else given.to(parameter.device)
+    for name, value in buffers.items():
+        own[name].copy_(value)
 
 
 def rows_of(x: Any) -> int:  # noqa: ANN401
@@ -163,3 +181,32 @@ def _check_loss(value: Any) -> None:  # noqa: ANN401
             "the loss does not depend on any parameter that is trained",
             hint="is everything frozen (requires_grad=False), or detached?",
         )
+
+
+# -- memory -----------------------------------------------------------------------------------
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: a GPU's, Python's, or torch's own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_TORCH)
+
+
+def give_back(device: torch.device) -> None:
+    """Return what nothing refers to any more to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
+def is_short(act: Callable[[], object]) -> bool:
+    """Whether memory ran out while it was done; what else it raises is raised."""
+    try:
+        act()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return True
+    return False

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from manyhands.compat.fluxdistributed.buffer import Buffer, same_bits
+from manyhands.compat.fluxdistributed.buffer import Buffer, same_bits, tensors_of
 from manyhands.compat.fluxdistributed.errors import NotSynced
 from manyhands.compat.fluxdistributed.feed import Feed
 from manyhands.compat.fluxdistributed.hands import PATIENCE_S, run_hands
-from manyhands.compat.fluxdistributed.judge import Judge
-from manyhands.compat.fluxdistributed.kept import tensors_of
-from manyhands.compat.fluxdistributed.logs import desk_for
+from manyhands.compat.fluxdistributed.logs import log_for
 from manyhands.compat.fluxdistributed.loop import Course, Loop, OnOom, Outcome, Replica
+from manyhands.compat.fluxdistributed.metrics import Judge, is_batch
 from manyhands.compat.fluxdistributed.optimizers import Opt, Schedule, pace_for
-from manyhands.compat.fluxdistributed.rows import table_of
-from manyhands.compat.fluxdistributed.saving import Saved, Standing, Where, load
-from manyhands.compat.fluxdistributed.setup import Setup
+from manyhands.compat.fluxdistributed.pictures import table_of
+from manyhands.compat.fluxdistributed.saving import Standing, Where, find
+from manyhands.compat.fluxdistributed.setup import Setup, kind_of
 from manyhands.compat.fluxdistributed.step import LossFn, check_reduction
 from manyhands.core.errors import UsageError
 from manyhands.data.fetch import generators_kept
@@ -61,45 +62,51 @@ def train(
     save: Where | None = None,
     resume: Where | bool | None = None,
     val_samples: int | None = VAL_SAMPLES,
+    val_transform: Callable[[Any], Any] | None = None,
     timeout_s: float = PATIENCE_S,
 ) -> Result:
     """Train the replicas of a setup, all in step; the same as one device with all of the rows.
 
     `loss(output, labels)` is the mean over rows. `opt`, if it is another one than the setup's,
     takes its place. `val` is a batch, (x, y), or a table, of which the same `val_samples` are
-    looked at each time (None: all). `sched(step, optimizer)` is called before each step, counted
-    from 0, in each device's thread, and may return the learning rate; or it is a torch scheduler
-    of `opt`.
+    looked at each time (None: all); `val_transform` makes x of what is read of it, else that of the
+    training does with the rows of `train_solutions`. `sched(step, optimizer)` is called before each
+    step, counted from 0, in each device's thread, and may return the learning rate; or it is a
+    torch scheduler of `opt`.
 
     When a device runs out of memory, all of them skip the step, or take it in smaller pieces
     ("split"), or what it raised is raised here; replicas stay equal in each case. Steps are
     logged to `logger` (or that of `with_logger`, or the console) each `log_every`; each
     `eval_every` there is an evaluation and, with `save`, a checkpoint in that folder or URL, and
-    so at the end. `resume`: where to go on from; True: from `save`, if there is something.
-    `timeout_s` is for the slowest device: a step, an evaluation, a checkpoint.
+    so at the end. `resume`: where to go on from; True: from `save`, if there is something. Without
+    it, there must be no checkpoints in `save`. `timeout_s` is for the slowest device: a step, an
+    evaluation, a checkpoint.
 
-    Blocks. Raises UsageError, TrainingBroken, and what a device raised. Nothing is left running.
+    Blocks. Raises UsageError, TrainingBroken, CheckpointError, and what a device raised. Nothing is
+    left running.
     """
-    check_options(loss, log_every=log_every, eval_every=eval_every, on_oom=on_oom)
+    check_options(
+        loss, log_every=log_every, eval_every=eval_every, on_oom=on_oom, sched=sched, val=val
+    )
     _check_fit(setup, buffer)
     if opt is not None and opt is not setup.opt:
         setup.optimize(opt)
-    judge = judge_for(setup, loss, val, val_samples)
+    judge = judge_for(setup, loss, val, val_samples, val_transform)
     course = course_for(
-        *(setup, loss, tuple(map(str, setup.devices))),
+        *(setup, loss, tuple(map(str, setup.devices)), map(kind_of, setup.devices)),
         log_every=log_every,
         eval_every=eval_every,
         on_oom=on_oom,
         save=save,
     )
     replicas = _replicas(setup, buffer, sched)
-    found = saved_at(resume, save, setup)
+    found = find(resume, save, setup.terms)
     if found is not None:
         for replica in replicas:
             replica.load(found.tree)
     standing = Standing() if found is None else found.standing
     check_equal(setup)
-    with desk_for(logger, params_of(setup)) as log_row, generators_kept():
+    with log_for(logger, params_of(setup), first=standing.step) as log_row, generators_kept():
 
         def act(rank: int, carrier: Carrier) -> Outcome:
             now = msgspec.structs.replace(standing)  # each counts for itself, all alike
@@ -121,7 +128,15 @@ def train(
     return result_of(setup, outcomes[0])
 
 
-def check_options(loss: LossFn, *, log_every: int, eval_every: int, on_oom: str) -> None:
+def check_options(
+    loss: LossFn,
+    *,
+    log_every: int,
+    eval_every: int,
+    on_oom: str,
+    sched: object,
+    val: object,
+) -> None:
     """Of any kind of training. Raises UsageError."""
     check_reduction(loss)
     for name, value in {"log_every": log_every, "eval_every": eval_every}.items():
@@ -129,6 +144,10 @@ def check_options(loss: LossFn, *, log_every: int, eval_every: int, on_oom: str)
             raise UsageError(f"{name}={value}", hint="at least 1")
     if on_oom not in ("skip", "split", "raise"):
         raise UsageError(f"on_oom={on_oom!r}", hint='"skip", "split" or "raise"')
+    if isinstance(sched, ReduceLROnPlateau) and val is None:
+        raise UsageError(
+            "a plateau is one of evaluations, and there are none", hint="val=..., or another sched"
+        )
 
 
 def params_of(setup: Setup) -> dict[str, object]:
@@ -157,6 +176,7 @@ def course_for(
     setup: Setup,
     loss: LossFn,
     names: tuple[str, ...],
+    kinds: Iterable[object],
     *,
     log_every: int,
     eval_every: int,
@@ -174,23 +194,37 @@ def course_for(
         log_every=log_every,
         eval_every=eval_every,
         save=save,
-        mixed=len({device.type for device in setup.devices}) > 1,
+        mixed=len(set(kinds)) > 1,
     )
 
 
-def judge_for(setup: Setup, loss: LossFn, val: Any, samples: int | None) -> Judge | None:  # noqa: ANN401
+def judge_for(
+    setup: Setup,
+    loss: LossFn,
+    val: Any,  # noqa: ANN401
+    samples: int | None,
+    transform: Callable[[Any], Any] | None,
+) -> Judge | None:
     """For the evaluation; rows of `train_solutions` are of the val split here."""
     if val is None:
         return None
+    options = setup.options
     if isinstance(val, Solutions):
-        val = table_of(
-            val,
-            dataset=setup.options.dataset,
-            transform=setup.options.transform,
-            classes=None,
-            split="val",
-        )
-    return Judge(val, loss, batchsize=setup.batchsize, samples=samples, seed=setup.options.seed)
+        transform = transform or options.transform
+        val = table_of(val, dataset=options.dataset, transform=transform, classes=None, split="val")
+    elif transform is not None:
+        if is_batch(val):
+            raise UsageError(
+                "val_transform, and val is a batch", hint="a batch is taken as it is: leave it out"
+            )
+        val = table_of(val, dataset=None, transform=transform, classes=None, split="val")
+    return Judge(
+        *(val, loss),
+        batchsize=setup.batchsize,
+        samples=samples,
+        seed=options.seed,
+        bad=options.bad,
+    )
 
 
 def feed_for(setup: Setup, rank: int, world: int, first: int) -> Feed:
@@ -204,20 +238,6 @@ def feed_for(setup: Setup, rank: int, world: int, first: int) -> Feed:
         first=first,
         ahead=setup.options.buffersize,
     )
-
-
-def saved_at(resume: Where | bool | None, save: Where | None, setup: Setup) -> Saved | None:
-    """The checkpoint to go on from. Raises UsageError if one was named that is not there."""
-    if resume is None or resume is False:
-        return None
-    if resume is True:
-        if save is None:
-            raise UsageError("resume=True without save", hint="resume=FOLDER, or save=FOLDER too")
-        return load(save, setup.terms)
-    found = load(resume, setup.terms)
-    if found is None:
-        raise UsageError(f"there is no checkpoint in {resume}", hint="save=... writes some there")
-    return found
 
 
 def _replicas(setup: Setup, buffer: Buffer, sched: Schedule | None) -> list[Replica]:
