@@ -307,7 +307,7 @@ class Judge:
                 yield cut(tuple(self._val), rows.start, rows.stop)
                 continue
             read = self._reader.read(Marks(0, tuple(rows), self._places(rows)))
-            bad += read.bad
+            bad += [bad_one.error for bad_one in read.bad]
             if read.num:
                 x, y = read.batch
                 yield x, y
