@@ -337,7 +337,7 @@ class Promises:
 
     def __init__(self) -> None:
         self._made: tuple[int, float, list[Host]] | None = None
-        self._price_s = 0.0
+        self._price_s, self._lower = 0.0, False
 
     def check(self, before: World, after: World, decisions: Decisions) -> None:
         if self._made is not None:
@@ -352,12 +352,13 @@ class Promises:
         head, by_s = decisions.promise
         must(after.line()[0].id == head, "a promise to another", head)
         if self._made is None:
-            self._price_s = 0.0
+            self._price_s, self._lower = 0.0, False
         else:
             must(by_s <= self._made[1], "a promise moves", head, by_s, self._made)
         self._made = head, by_s, before.here()
         holders = [job for job in after.jobs.values() if job.places]
         if any(job.priority.rank < after.jobs[head].priority.rank for job in holders):
+            self._lower = True
             self._price_s = max([self._price_s, *(job.grace_s for job in holders)])
 
     def _check_kept(self, head: Job, by_s: float, after: World) -> None:
@@ -365,7 +366,8 @@ class Promises:
         if head.state == "waiting":
             coming = late_s < 0 or sum(after.room()) >= head.slots
             must(coming, "no room is coming for the head", head, by_s, after.now_s)
-            must(late_s < self._price_s, "a promise is broken", head, late_s)
+            kept = late_s < 0 or (self._lower and late_s <= self._price_s)
+            must(kept, "a promise is broken", head, late_s)
         else:
             must(late_s <= self._price_s, "a promise is broken", head, by_s, after.now_s)
             self._made = None
