@@ -1,7 +1,7 @@
-"""Clusters that never were: random traces of jobs and hosts, run through a scheduler, second by
-second of a clock of their own, with everything that must hold checked at every tick.
+"""Clusters that never were: random lives of jobs and hosts, run through a scheduler by a clock of
+their own, with everything that must hold checked at every tick.
 
-`run(trace, scheduler)` raises Broken at the first thing that does not hold. Time is counted in
+`run(world, scheduler)` raises Broken at the first thing that does not hold. Time is counted in
 halves of seconds, so that sums are exact.
 """
 
@@ -48,6 +48,7 @@ class Job:
     ending_s: float | None = None
     into: str = "over"
     preemptions: int = 0
+    starts: int = 0
 
     def entry(self) -> Entry:
         ending = self.ending_s is not None
@@ -168,6 +169,7 @@ class World:
 
     def start(self, job: Job, places: tuple[Place, ...]) -> None:
         job.state, job.places, job.started_s = "running", places, self.now_s
+        job.starts += 1
 
 
 def apply(world: World, decisions: Decisions) -> None:
@@ -375,7 +377,7 @@ class Promises:
 
 def run(world: World, scheduler: Scheduler = decide, *, seed: int = 0) -> World:
     """Run a trace to its end. Takes the world over. Raises Broken."""
-    draw, promises = random.Random(seed), Promises()
+    draw, promises, num_outages = random.Random(seed), Promises(), len(world.outages)
     too_large = {
         job.id
         for job in world.jobs.values()
@@ -396,6 +398,12 @@ def run(world: World, scheduler: Scheduler = decide, *, seed: int = 0) -> World:
         promises.check(before, world, decisions)
         again = scheduler(world.now_s, world.here(), world.entries())
         must(not again.place and not again.preempt, "it changes its mind", decisions, again)
+    else:
+        raise Broken("no end of ticks")
+    disturbed = len(world.jobs) + num_outages
+    for job in world.jobs.values():
+        higher = (j.starts for j in world.jobs.values() if j.priority.rank > job.priority.rank)
+        must(job.preemptions <= sum(higher) + disturbed, "preempted again and again", job)
     left = {job.id for job in world.jobs.values() if job.state != "over"}
     must(left <= too_large, "jobs are left", left - too_large)
     return world

@@ -53,7 +53,8 @@ import msgspec
 from manyhands.cluster.job import Place, Priority
 from manyhands.cluster.room import Candidate, Floor, Victims, least_above, taken_from
 
-RANKS = range(len(Priority))
+RANK: Mapping[Priority, int] = {priority: priority.rank for priority in Priority}
+RANKS = sorted(RANK.values())
 
 
 class Host(NamedTuple):
@@ -84,7 +85,7 @@ class Entry(msgspec.Struct, frozen=True):
     @property
     def rank(self) -> int:
         """Of its priority."""
-        return self.priority.rank
+        return RANK[self.priority]
 
 
 class Promise(NamedTuple):
@@ -302,15 +303,14 @@ class Tick:
     def _follow(self, entry: Entry) -> None:
         head = self._head
         assert head is not None
-        self._waits[entry.id] = f"wants {_slots(entry.slots)}; others are first"
-        if self._claimed or not self._backfill:
-            return
         starts_s = self._now_s
         if entry.slots > self._free:
-            if entry.slots > self._free + self._coming + self._below(entry.rank):
+            room = 0 if self._claimed else self._free + self._coming + self._below(entry.rank)
+            if entry.slots > room:
+                self._waits[entry.id] = f"wants {_slots(entry.slots)}; others are first"
                 return
             starts_s = self._room_by_s(entry)
-        if self._may_follow(head, entry, starts_s):
+        if self._backfill and self._may_follow(head, entry, starts_s):
             self._begin(entry)
         else:
             self._waits[entry.id] = f"wants {_slots(entry.slots)}; would delay job {head.id}"
