@@ -2,10 +2,11 @@
 
     python benchmarks/cluster_tick.py --hosts 100,1000 --jobs 10000
 
-Hosts of 8 slots, all full or nearly so, and a line of waiting jobs behind them. Four moments:
-`empty`, the first tick, which fills everything; `full`, nothing can be done; `gaps`, one slot in
-eight came free, behind a head that wants them all, so that everybody is a candidate for backfill;
-`rush`, as many high jobs as there are hosts arrive at once and preempt. One row each, as JSON.
+Hosts of 8 slots, all full or nearly so, and a line of waiting jobs behind them. Five moments:
+`empty`, the first tick, which fills everything; `full`, nothing can be done; `gaps`, one job in
+eight has ended, behind a head that wants all slots, so that everybody is a candidate for backfill;
+`rush`, as many high jobs as there are hosts arrive at once and preempt; `small`, every slot but
+one has a job of its own, behind such a head. One row each, as JSON.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ def moments(num_hosts: int, num_jobs: int) -> Iterator[tuple[str, list[Host], li
         for at in range(num_hosts)
     ]
     yield "rush", hosts, [*full, *rush]
+    small = begun([msgspec.structs.replace(one, slots=1) for one in entries], hosts, 0.0)
+    ended = next(one.id for one in small if one.places)
+    yield "small", hosts, [head, *(one for one in small if one.id != ended)]
 
 
 def measured(num_hosts: int, num_jobs: int, turns: int) -> Iterator[dict]:
@@ -77,6 +81,7 @@ def measured(num_hosts: int, num_jobs: int, turns: int) -> Iterator[dict]:
     for name, hosts, entries in moments(num_hosts, num_jobs):
         times: list[float] = []
         decisions = decide(2.0, hosts, entries)
+        cpu_s = time.process_time()
         for _ in range(turns):
             start_s = time.perf_counter()
             decide(2.0, hosts, entries)
@@ -92,6 +97,7 @@ def measured(num_hosts: int, num_jobs: int, turns: int) -> Iterator[dict]:
             "median_s": statistics.median(times),
             "p10_s": sorted(times)[len(times) // 10],
             "p90_s": sorted(times)[len(times) * 9 // 10],
+            "cpu_s": (time.process_time() - cpu_s) / turns,
             "turns": turns,
         }
 

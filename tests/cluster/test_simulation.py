@@ -13,7 +13,7 @@ from manyhands.cluster.schedule import Decisions, Entry, Host, Tick, decide
 
 from .simulation import Broken, Job, World, random_world, run
 
-TRACES = 4_000
+TRACES = 3_200
 BLOCKS = 8
 
 

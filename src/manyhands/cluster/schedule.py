@@ -112,8 +112,10 @@ class Decisions(msgspec.Struct, frozen=True):
 def decide(
     now_s: float, hosts: Sequence[Host], entries: Sequence[Entry], *, backfill: bool = True
 ) -> Decisions:
-    """What to do now. Pure, total, and the same for any order of its arguments. Names of hosts and
-    ids of jobs must be unique. Without `backfill` nobody is started behind the head.
+    """What to do now; to be asked after every change. Pure, total, and the same for any order of
+    its arguments. Names of hosts and ids of jobs must be unique. Asked again when that was done and
+    nothing else happened, it wants nothing more. Without `backfill` nobody is started behind the
+    head.
     """
     return Tick(now_s, hosts, entries, backfill=backfill).decided()
 
