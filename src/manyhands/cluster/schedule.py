@@ -168,6 +168,7 @@ class Tick:
         self._spare: int | None = None
         """Slots that the head leaves; None: not yet counted."""
         self._claimed = False
+        """Whether one in front of the head waits for room that is coming: all else is held for it."""
         self._place: list[tuple[int, tuple[Place, ...]]] = []
         self._preempt: list[tuple[int, int]] = []
         self._waits: dict[int, str] = {}
