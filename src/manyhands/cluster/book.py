@@ -72,7 +72,7 @@ class Book:
         self._version = version
         self._jobs = Jobs(jobs, next_id)
         self._hosts = {hello.host: Host(hello, now_s) for hello in hosts}
-        self._stirred = set(self._hosts)
+        self._stirred: set[str] = set(self._hosts)
         self._hosts_before: dict[str, tuple[Host, Hello] | None] = {}
 
     # -- what is asked ---------------------------------------------------------------------------
@@ -137,8 +137,10 @@ class Book:
 
     # -- users -----------------------------------------------------------------------------------
 
-    def submit(self, spec: Spec, key: str, now_s: float, *, known: Job | None = None) -> Job:
-        """A new job, or the one that has this key (`known`, if that is over).
+    def submit(
+        self, spec: Spec, key: str, now_s: float, *, known: Job | None = None
+    ) -> tuple[Job, bool]:
+        """A new job and True, or the one that has this key (`known`, if that is over) and False.
 
         Raises BadJob, Unplaceable, KeyTaken; nothing has changed then.
         """
@@ -146,11 +148,11 @@ class Book:
         if checked_key(key) and (known := self._jobs.by_key(key) or known) is not None:
             if known.spec != spec:
                 raise KeyTaken(key, known.id)
-            return known
+            return known, False
         self._check_slots(spec)
         job = Job(id=self._jobs.next_id, spec=spec, key=key, reason="submitted", submitted_s=now_s)
         self._jobs.next_id += 1
-        return self._put(job, now_s)
+        return self._put(job, now_s), True
 
     def cancel(self, id: int, now_s: float) -> Job:
         """End it; what has ended first stays as it ended. Raises NoSuchJob if it is over."""
@@ -228,6 +230,13 @@ class Book:
         if host is not None and host.hello.agent == agent:
             host.is_broken = True
 
+    def wants(self, name: str, agent: str) -> Wants:
+        """What this agent is to hold, without telling it. Raises NotAHost."""
+        host = self._hosts.get(name)
+        if host is None or host.hello.agent != agent:
+            raise NotAHost(name)
+        return host.wants
+
     def tell(self, name: str) -> Wants:
         """What the agent is to hold; from now on it may act on it."""
         return self._hosts[name].tell(self.is_leaving)
@@ -292,11 +301,13 @@ class Book:
             if job is not None and job.state in PLACED and job.ending is None:
                 self._end(job, State.PREEMPTED, f"makes room for job {winner}", now_s)
                 self._settle(victim, now_s)
+        was_stale = self.is_stale
         for id, places in decisions.place:
             job = self._jobs.live.get(id)
             if job is not None and job.state is State.PENDING and self._is_free(job, places):
                 self._place(job, places, now_s)
         self.waits = dict(decisions.waits)
+        self.is_stale = was_stale  # what the schedule placed is nothing new to it
 
     # -- changes ---------------------------------------------------------------------------------
 

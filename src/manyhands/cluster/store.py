@@ -16,7 +16,7 @@ import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
@@ -31,25 +31,27 @@ from manyhands.cluster.messages import Hello
 T = TypeVar("T")
 APPLICATION_ID = 0x6D684A31  # "mhJ1"
 SCHEMA_VERSION = 1
-_SCHEMA = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE jobs (
-    id INTEGER PRIMARY KEY, key TEXT, state TEXT NOT NULL, is_over INTEGER NOT NULL,
-    value BLOB NOT NULL
-);
-CREATE UNIQUE INDEX jobs_by_key ON jobs (key) WHERE key IS NOT NULL;
-CREATE INDEX jobs_live ON jobs (id) WHERE is_over = 0;
-CREATE INDEX jobs_by_state ON jobs (state, id);
-CREATE TABLE steps (
-    job INTEGER NOT NULL, seq INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
-    at_s REAL NOT NULL, PRIMARY KEY (job, seq)
-) WITHOUT ROWID;
-CREATE TABLE hosts (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
-"""
+_SCHEMA = (
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
+    """CREATE TABLE jobs (
+        id INTEGER PRIMARY KEY, key TEXT, state TEXT NOT NULL, is_over INTEGER NOT NULL,
+        value BLOB NOT NULL
+    )""",
+    "CREATE UNIQUE INDEX jobs_by_key ON jobs (key) WHERE key IS NOT NULL",
+    "CREATE INDEX jobs_live ON jobs (id) WHERE is_over = 0",
+    "CREATE INDEX jobs_by_state ON jobs (state, id)",
+    """CREATE TRIGGER over_is_over BEFORE UPDATE ON jobs WHEN OLD.is_over
+    BEGIN SELECT RAISE(ABORT, 'a job that is over cannot change'); END""",
+    """CREATE TABLE steps (
+        job INTEGER NOT NULL, seq INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
+        at_s REAL NOT NULL, PRIMARY KEY (job, seq)
+    ) WITHOUT ROWID""",
+    "CREATE TABLE hosts (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
+)
 _PUT_JOB = """
 INSERT INTO jobs (id, key, state, is_over, value) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (id) DO UPDATE SET state = excluded.state, is_over = excluded.is_over,
-    value = excluded.value WHERE jobs.is_over = 0
+    value = excluded.value
 """
 
 
@@ -70,12 +72,12 @@ class Store:
         self._lock_file: int | None = lock
         self._writer = writer
         self._write_lock = threading.Lock()
-        self._reader = _connect(path)
         self._read_lock = threading.Lock()
         meta = dict(writer.execute("SELECT name, value FROM meta").fetchall())
         self.generation: int = meta["generation"]
         self.cluster: str = meta["cluster"]
         """The identity of this store, for ever."""
+        self._reader = _connect(path)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -247,7 +249,7 @@ def _prepare(path: Path, writer: sqlite3.Connection) -> None:
     writer.execute("PRAGMA synchronous = FULL")
     with _transaction(writer):
         if is_empty:
-            for statement in _SCHEMA.split(";"):
+            for statement in _SCHEMA:
                 writer.execute(statement)
             writer.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -272,7 +274,7 @@ def _damaged(path: Path, what: object) -> StoreError:
 
 
 @contextlib.contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+def _transaction(connection: sqlite3.Connection) -> Generator[sqlite3.Connection]:
     """Immediate: nobody else can write between what is read in it and what is written."""
     connection.execute("BEGIN IMMEDIATE")
     try:
@@ -285,7 +287,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _told(path: Path) -> Generator[None]:
     """SQLite's errors as ours."""
     try:
         yield
@@ -293,6 +295,8 @@ def _told(path: Path) -> Iterator[None]:
         if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
             raise StoreFull(path) from None
         raise StoreError(f"{path} cannot be used: {error}") from None
+    except sqlite3.IntegrityError as error:
+        raise StoreError(f"{path} refuses the change: {error}") from None
     except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
         raise _damaged(path, error) from None
     except OSError as error:
