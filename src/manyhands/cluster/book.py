@@ -13,6 +13,7 @@ that could not be stored (`undo`) is found again by the next `watch`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
@@ -30,7 +31,7 @@ from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status, 
 from manyhands.cluster.job import PLACED, Ending, Failure, Job, Place, Spec, State, moved, noted
 from manyhands.cluster.jobs import Changes, Jobs
 from manyhands.cluster.messages import Hello, Status, Task, Want, Wants
-from manyhands.cluster.schedule import Decisions, Entry
+from manyhands.cluster.schedule import LEAD_S, Decisions, Entry
 from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
 
@@ -68,6 +69,8 @@ class Book:
         self.is_leaving = False
         self.is_stale = True
         """Whether anything happened that the schedule should look at."""
+        self._asked_s = now_s
+        self._promised_s = math.inf
         self._hub = hub
         self._version = version
         self._jobs = Jobs(jobs, next_id)
@@ -120,7 +123,7 @@ class Book:
         return [job.id for job in self.placed], hosts
 
     def next_due_s(self) -> float | None:
-        """When `watch` has something to do, if nothing happens before."""
+        """When there is something to do, if nothing happens before."""
         due = [
             host.heard_s + self.patience_s
             if host.silent_since_s is None
@@ -133,6 +136,9 @@ class Book:
             for job in self.placed
             if job.ending is None and job.spec.time_s is not None and job.started_s is not None
         ]
+        # Whoever is in the way of a promise is told to end its grace before that.
+        promised = [self._promised_s - job.spec.grace_s - LEAD_S for job in self.placed]
+        due += [at_s for at_s in (self._promised_s, *promised) if self._asked_s < at_s < math.inf]
         return min(due, default=None)
 
     # -- users -----------------------------------------------------------------------------------
@@ -255,7 +261,7 @@ class Book:
     def tick(self, now_s: float) -> None:
         """`watch`, then everything that the schedule decides."""
         self.watch(now_s)
-        self.adopt(self.decide(now_s, *self.ask()), now_s)
+        self.adopt(self.decide(now_s, *self.ask(now_s)), now_s)
 
     def watch(self, now_s: float) -> None:
         """Find who has been silent for too long, and what has run for too long."""
@@ -270,9 +276,9 @@ class Book:
                 self._end(job, State.PREEMPTED, "the cluster was taken down", now_s)
             self._settle(job.id, now_s)
 
-    def ask(self) -> tuple[Sequence[Offer], Sequence[Entry]]:
+    def ask(self, now_s: float) -> tuple[Sequence[Offer], Sequence[Entry]]:
         """What the schedule is to decide on."""
-        self.is_stale = False
+        self.is_stale, self._asked_s = False, now_s
         offers = [
             Offer(name, tuple(slot.index for slot in host.hello.slots))
             for name, host in sorted(self._hosts.items())
@@ -289,6 +295,7 @@ class Book:
                 places=job.places,
                 started_s=job.started_s,
                 ending=job.ending is not None,
+                ending_s=None if job.ending is None else job.ending.since_s,
             )
             for job in self.live
         ]
@@ -307,6 +314,7 @@ class Book:
             if job is not None and job.state is State.PENDING and self._is_free(job, places):
                 self._place(job, places, now_s)
         self.waits = dict(decisions.waits)
+        self._promised_s = math.inf if decisions.promise is None else decisions.promise.by_s
         self.is_stale = was_stale  # what the schedule placed is nothing new to it
 
     # -- changes ---------------------------------------------------------------------------------
@@ -369,7 +377,8 @@ class Book:
         for place in job.places if job.ending is None else ():
             if (host := self._hosts.get(place.host)) is not None:
                 host.untold.add((job.id, job.attempt))
-        ending = Ending(into=into, reason=reason, since_s=now_s)
+        since_s = now_s if job.ending is None else job.ending.since_s
+        ending = Ending(into=into, reason=reason, since_s=since_s)
         self._put(noted(job, ending=ending, failure=failure or job.failure), now_s)
 
     def _settle(self, id: int, now_s: float) -> None:

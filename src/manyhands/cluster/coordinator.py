@@ -363,7 +363,7 @@ class Coordinator:
     def _tick(self, now_s: float) -> None:
         self._do(self._book.watch)
         with self._lock:
-            question = self._book.ask()
+            question = self._book.ask(now_s)
         # Outside of the lock: nobody has to wait for it, and `adopt` looks at what still holds.
         decisions = self._decide(now_s, *question)
         self._do(lambda now_s: self._book.adopt(decisions, now_s))
