@@ -16,6 +16,7 @@ import msgspec
 from manyhands.cluster.book import Book
 from manyhands.cluster.errors import BadJob, HostTaken, KeyTaken, NoSuchJob, NotAHost, StoreFull
 from manyhands.cluster.job import NEXT, TERMINAL, Failure, Job, Place, Priority, Spec, State, Step
+from manyhands.cluster.jobs import HostRow
 from manyhands.cluster.messages import (
     Hello,
     Holding,
@@ -125,7 +126,7 @@ class World:
         # What is on the coordinator's disk.
         self.jobs: dict[int, Job] = {}
         self.steps: dict[int, list[Step]] = {}
-        self.rows: dict[str, Hello] = {}
+        self.rows: dict[str, HostRow] = {}
         # What is true.
         self.running: dict[tuple[str, int], tuple[int, int, int]] = {}
         self.started: Counter[tuple[int, int, int]] = Counter()
@@ -188,7 +189,7 @@ class World:
             self.jobs[job.id] = job
         for step in changes.steps:
             self.keep_step(step)
-        self.rows.update({row.host: row for row in changes.hosts})
+        self.rows.update({row.hello.host: row for row in changes.hosts})
         for name in changes.gone:
             self.rows.pop(name, None)
         self.book.keep()
@@ -234,13 +235,16 @@ class World:
             gpus=rng.randint(1, 4),
             priority=rng.choice(list(Priority)),
             max_restarts=rng.randint(0, 3),
-            time_s=rng.choice([None, None, 20.0, 60.0]),
+            time_s=rng.choice([None, None, 8.0, 30.0]),
             grace_s=2.0,
         )
         key = f"key-{rng.randint(0, 30)}" if rng.random() < 0.5 else ""
         known = next((job for job in self.jobs.values() if key and job.key == key), None)
         if len(self.book.live) < 8:
             self.try_change(lambda: self.book.submit(spec, key, self.now_s, known=known))
+        keys = Counter(job.key for job in self.jobs.values() if job.key)
+        if any(count > 1 for count in keys.values()):
+            raise Violation(f"one key, two jobs: {keys}")
 
     def cancel(self, _agent):
         if self.jobs:
@@ -275,13 +279,13 @@ class World:
         else:
             self.cut.add(agent.host)
 
-    def kill_agent(self, agent, wipe=None):
+    def kill_agent(self, agent):
         """kill -9; the next one ends what is left, then comes. Sometimes its disk is lost too."""
         left = {}
         for key, part in agent.parts.items():
             self.kill_part(agent, key, part, "the agent was killed")
             left[key] = part
-        if self.rng.random() < 0.3 if wipe is None else wipe:
+        if self.rng.random() < 0.5:
             left, self.disk[agent.host] = {}, set()
         if self.rng.random() < 0.7:
             self.book.broke(agent.host, agent.name)
@@ -401,9 +405,8 @@ class World:
                     self.begin(agent, key, want)
             elif want.stop:
                 self.stop(part)
-            elif part.phase is Phase.READY and want.task.master_port:
-                if agent.holds_lease(self.now_s):
-                    self.start(agent, key, part)
+            elif part.phase is Phase.READY and want.task.master_port > 0:
+                self.start(agent, key, part)
         for key in [key for key in agent.parts if key not in wanted]:
             if agent.parts[key].phase is Phase.ENDED:
                 del agent.parts[key]
@@ -419,6 +422,8 @@ class World:
         agent.parts[key] = Part(ranks, port=29500 if 0 in ranks else 0)
 
     def start(self, agent, key, part):
+        if not agent.holds_lease(self.now_s):
+            return
         part.phase = Phase.RUNNING
         for rank, slot in part.ranks.items():
             if (agent.host, slot) in self.running:
@@ -504,10 +509,16 @@ class World:
                 raise Violation(f"{job} failed, and its rank ended so: {end}")
 
     def settle_down(self, rounds=400):
-        """No more faults: every job must come to its end."""
+        """No more faults: every job must come to its end. One host may stay away for ever, where
+        the others have room for every job.
+        """
         self.is_calm = True
         self.cut.clear()
         self.net.clear()
+        away = self.rng.choice(list(self.agents))
+        rest = sum(agent.num_slots for name, agent in self.agents.items() if name != away)
+        if rest >= max((job.spec.gpus for job in self.book.live), default=0) and rest:
+            self.cut.add(away)
         for _ in range(rounds):
             self.calm_round()
             if not self.book.live and not self.running:
@@ -536,12 +547,12 @@ EVENTS = [
     (World.adopt, 8),
     (World.advance, 6),
     (World.cut_line, 0.7),
-    (World.kill_agent, 0.7),
+    (World.kill_agent, 1.2),
     (World.restart_coordinator, 0.7),
     (World.report, 12),
     (World.poll, 12),
     (World.deliver, 45),
     (World.nonsense, 1),
     (World.act, 20),
-    (World.exit_rank, 8),
+    (World.exit_rank, 5),
 ]

@@ -27,13 +27,14 @@ from manyhands.cluster.errors import (
     NotAHost,
     Unplaceable,
 )
-from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status, ranks_of
+from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status
 from manyhands.cluster.job import PLACED, Ending, Failure, Job, Place, Spec, State, moved, noted
-from manyhands.cluster.jobs import Changes, Jobs
-from manyhands.cluster.messages import Hello, Status, Task, Want, Wants
+from manyhands.cluster.jobs import Changes, HostRow, Jobs
+from manyhands.cluster.messages import Hello, Status, Wants
 from manyhands.cluster.schedule import LEAD_S, Decisions, Entry
 from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
+from manyhands.cluster.task import want_of
 
 FORGET_S = 3600.0
 """A host that has been silent for so long is not one of the cluster's any more."""
@@ -58,7 +59,7 @@ class Book:
         lease_s: float,
         margin_s: float,
         jobs: Iterable[Job] = (),
-        hosts: Iterable[Hello] = (),
+        hosts: Iterable[HostRow] = (),
         next_id: int = 1,
         version: int = 0,
         hub: Callable[[int], tuple[str, str]] = no_hub,
@@ -74,7 +75,9 @@ class Book:
         self._hub = hub
         self._version = version
         self._jobs = Jobs(jobs, next_id)
-        self._hosts = {hello.host: Host(hello, now_s) for hello in hosts}
+        self._hosts = {
+            row.hello.host: Host(row.hello, now_s, inherited=set(row.inherited)) for row in hosts
+        }
         self._stirred: set[str] = set(self._hosts)
         self._hosts_before: dict[str, tuple[Host, Hello] | None] = {}
 
@@ -325,7 +328,7 @@ class Book:
         return Changes(
             jobs=tuple(self._jobs.changed.values()),
             steps=tuple(self._jobs.steps),
-            hosts=tuple(host.hello for _, host in there if host is not None),
+            hosts=tuple(host.row() for _, host in there if host is not None),
             gone=tuple(name for name, host in there if host is None),
         )
 
@@ -476,24 +479,10 @@ class Book:
     def _refresh(self, name: str) -> bool:
         host, wanted = self._hosts[name], self._wanted(name)
         host.prune(wanted)
-        wants = [self._want(job, name) for key, job in wanted.items() if not host.never(key, job)]
+        wants = [
+            want_of(job, host, self._hosts.get(job.places[0].host), self._hub)
+            for key, job in wanted.items()
+            if not host.never(key, job)
+        ]
         self._version += 1
         return host.want(tuple(wants), leave=self.is_leaving, version=self._version)
-
-    def _want(self, job: Job, name: str) -> Want:
-        first = self._hosts.get(job.places[0].host)
-        slots = next(place.slots for place in job.places if place.host == name)
-        held = None if first is None else first.held.get((job.id, job.attempt))
-        hub, run = self._hub(job.id)
-        task = Task(
-            spec=job.spec,
-            ranks=tuple(zip(ranks_of(job, name), slots, strict=True)),
-            world_size=job.spec.gpus,
-            num_hosts=len(job.places),
-            rank_of_host=[place.host for place in job.places].index(name),
-            master_addr="" if first is None else first.hello.address,
-            master_port=0 if held is None else held.port,
-            hub=hub,
-            run=run,
-        )
-        return Want(job=job.id, attempt=job.attempt, task=task, stop=job.ending is not None)
