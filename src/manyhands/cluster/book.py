@@ -216,11 +216,12 @@ class Book:
         """An agent says all that it holds. Raises BadReport, NotAHost."""
         check_status(status)
         host = self.host(name, status.agent, now_s)
-        was_usable = host.is_usable
+        was_usable, ports = host.is_usable, host.ports()
         host.take(status, self._wanted(name))
         self.is_stale = self.is_stale or host.is_usable != was_usable
+        has_new_port = host.ports() != ports
         for job in self._jobs.on(name):
-            if job.places[0].host == name:  # it may have a port now, which all wait for
+            if has_new_port and job.places[0].host == name:  # it is what all of them wait for
                 self._stirred.update(place.host for place in job.places)
             self._settle(job.id, now_s)
 
