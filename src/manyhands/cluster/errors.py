@@ -1,21 +1,21 @@
 """Every error of the cluster's coordinator, in one tree.
 
-    ManyhandsError
-    ├── UsageError
-    │   ├── BadJob               a submission that can never be run
-    │   │   └── Unplaceable      it asks for more slots than all hosts have
-    │   └── BadReport            an agent says what no agent of ours would say
-    └── ClusterError
-        ├── NoSuchJob            nobody submitted a job of this number
-        ├── KeyTaken             the key belongs to another submission
-        ├── HostTaken            another agent, which is alive, holds this host
-        ├── NotAHost             this agent does not hold this host: it has to say Hello
-        ├── StillThere           the cluster was taken down, and some did not leave in time
-        ├── CoordinatorClosed    it takes nothing any more
-        └── StoreError           the store of jobs cannot be read or written
-            ├── StoreHeld        another coordinator has it
-            ├── StoreFull        no room on the disk: nothing of this change was kept
-            └── Fenced           another coordinator took the store over; this one must end
+ManyhandsError
+├── UsageError
+│   ├── BadJob               a submission that can never be run
+│   │   └── Unplaceable      it asks for more slots than all hosts have
+│   └── BadReport            an agent says what no agent of ours would say
+└── ClusterError
+    ├── NoSuchJob            nobody submitted a job of this number
+    ├── KeyTaken             the key belongs to another submission
+    ├── HostTaken            another agent, which is alive, holds this host
+    ├── NotAHost             this agent does not hold this host: it has to say Hello
+    ├── StillThere           the cluster was taken down, and some did not leave in time
+    ├── CoordinatorClosed    it takes nothing any more
+    └── StoreError           the store of jobs cannot be read or written
+        ├── StoreHeld        another coordinator has it
+        ├── StoreFull        no room on the disk: nothing of this change was kept
+        └── Fenced           another coordinator took the store over; this one must end
 """
 
 from __future__ import annotations
