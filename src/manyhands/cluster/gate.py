@@ -87,6 +87,10 @@ class Gate:
             raise
 
     def _admit(self, scope: Scope) -> None:
+        # h11 counts only what has not come in one piece.
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if size + len(scope["raw_path"]) + len(scope["query_string"]) > self._limits.headers_bytes:
+            raise HttpError(431, "headers", "the path and the headers are too long")
         host = _only(scope, b"host")
         if host is None or not self._is_ours(host):
             raise HttpError(
