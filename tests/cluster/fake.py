@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from manyhands.cluster import errors
-from manyhands.cluster.desk import Node
+from manyhands.cluster.hosts import Node
 from manyhands.cluster.job import PLACED, Job, Place, State, Step, moved
 from manyhands.cluster.messages import PROTOCOL, Wants, Welcome
 
