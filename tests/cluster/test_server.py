@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from manyhands.cluster.client import Cluster
-from manyhands.cluster.code import read_code
+from manyhands.cluster.client import Cluster, HttpOffice
+from manyhands.cluster.code import Code, read_code
 from manyhands.cluster.dial import CoordinatorRefused, CoordinatorUnreachable, Dialler
 from manyhands.cluster.identity import open_identity
 from manyhands.cluster.limits import HttpLimits
 from manyhands.cluster.messages import Hello
+from manyhands.cluster.office import OfficeUnreachable
 from manyhands.cluster.routes import Role
 from manyhands.cluster.server import Server
 from manyhands.core.errors import SettingsError
@@ -311,3 +314,71 @@ def test_shutdown_is_asked_once(serve):
 def test_shutdown_without_a_wish_asks_the_coordinator(served):
     served.cluster().shut_down()
     served.desk.went_down.wait()
+
+
+# kill -9
+
+COORDINATOR = """
+import sys
+from pathlib import Path
+from manyhands.cluster.coordinator import Coordinator
+from manyhands.cluster.identity import open_identity
+from manyhands.cluster.job import Spec
+from manyhands.cluster.logs import Logs
+from manyhands.cluster.messages import Hello, Kind, Slot
+from manyhands.cluster.server import Server
+from manyhands.cluster.store import Store
+folder, bind = Path(sys.argv[1]), sys.argv[2]
+logs, identity = Logs(folder / "logs", reserve_bytes=0), open_identity(folder)
+slots = (Slot(0, Kind.CPU, "0"),)
+with (
+    Store.open(folder / "jobs.db") as store,
+    Coordinator(store) as desk,
+    Server(desk, logs, identity, bind=bind) as server,
+):
+    desk.hello(Hello(version="1", host="h", agent="a", address="x", slots=slots, pid=1))
+    desk.submit(Spec(command=("x",)), "k")
+    print(server.port, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_coordinator_killed_in_the_middle_of_a_log(tmp_path):
+    """The agent goes on from where the file ends, at whatever byte that is."""
+    port, up = 0, threading.Event()
+    text = bytes(range(256)) * 20_000
+    have = 0
+
+    def start():
+        command = [sys.executable, "-c", COORDINATOR, str(tmp_path), f"127.0.0.1:{port}"]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def send():
+        nonlocal have
+        token = open_identity(tmp_path).tokens[Role.AGENT]
+        code = Code(role=Role.AGENT, host="127.0.0.1", port=port, token=token)
+        with HttpOffice(Dialler(code)) as office:
+            while have < len(text):
+                try:
+                    have = office.send_log("h", "a", 1, 0, 0, have, text[have : have + 50_021])
+                except OfficeUnreachable:
+                    up.wait()
+
+    child = start()
+    port = int(child.stdout.readline())
+    sender = threading.Thread(target=send)
+    sender.start()
+    log = tmp_path / "logs" / "job-1" / "attempt-0" / "rank-0.log"
+    for part in (0, 1, 2):
+        until(lambda part=part: have > part * len(text) // 4)
+        up.clear()
+        child.kill()
+        child.communicate()
+        assert log.read_bytes() == text[: log.stat().st_size]
+        child = start()
+        child.stdout.readline()
+        up.set()
+    sender.join()
+    child.communicate(b"")
+    assert child.returncode == 0
+    assert log.read_bytes() == text
