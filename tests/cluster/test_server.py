@@ -20,7 +20,7 @@ from manyhands.cluster.limits import HttpLimits
 from manyhands.cluster.messages import Hello
 from manyhands.cluster.office import OfficeUnreachable
 from manyhands.cluster.routes import Role
-from manyhands.cluster.server import Server
+from manyhands.cluster.server import Server, _listen
 from manyhands.core.errors import SettingsError
 from tests.cluster.conftest import ANSWER_S, hear, problem
 
@@ -264,6 +264,12 @@ def test_a_port_that_is_taken(served):
                bind=f"127.0.0.1:{served.server.port}").__enter__()  # fmt: skip
 
 
+def test_small_answers_do_not_wait_for_acknowledgements():
+    """asyncio turns Nagle's algorithm off by the number of the protocol, which accept() copies."""
+    with _listen("127.0.0.1", 0) as listening:
+        assert listening.proto == socket.IPPROTO_TCP
+
+
 def test_an_identity_is_made_once_and_private(tmp_path):
     state = tmp_path / "a" / "state"
     first, second = open_identity(state), open_identity(state)
@@ -326,7 +332,7 @@ from manyhands.cluster.identity import open_identity
 from manyhands.cluster.job import Spec
 from manyhands.cluster.logs import Logs
 from manyhands.cluster.messages import Hello, Kind, Slot
-from manyhands.cluster.server import Server
+from manyhands.cluster.server import Server, _listen
 from manyhands.cluster.store import Store
 folder, bind = Path(sys.argv[1]), sys.argv[2]
 logs, identity = Logs(folder / "logs", reserve_bytes=0), open_identity(folder)
