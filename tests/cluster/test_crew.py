@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from manyhands.cluster.crew import FIRST_DELAY_S, LAST_DELAY_S, Crew, delays
-from manyhands.cluster.starters import Errand, LocalStarter
+from manyhands.cluster.starters import Errand, LocalStarter, SshStarter
 
 WAIT_S = 60.0
 NOW = threading.Event()
@@ -104,10 +104,24 @@ def test_a_program_that_is_not_there_is_no_end_of_the_crew(stage):
         assert [trouble.host for trouble in crew.troubles] == ["a"]
 
 
-def test_one_whose_host_is_heard_is_not_started_again(stage):
-    """ssh has died, not the agent."""
+def test_one_of_this_machine_is_started_again_though_its_host_is_heard(stage):
+    """The coordinator has yet to notice that it is dead."""
     stage.heard = frozenset({"a"})
-    with stage.crew(a="echo $$; exit 1", b="echo $$; exit 1") as crew:
+    with stage.crew(a="echo $$; exit 1"):
+        stage.lives("a", 2)
+
+
+@pytest.mark.parametrize("code", [75, 255])
+def test_where_an_agent_may_be_at_work_none_is_started_while_its_host_is_heard(stage, code):
+    """It found another one in its folder; or ssh has died."""
+    stage.heard = frozenset({"a"})
+    _, given = stage.errand("a", "")
+    ssh = SshStarter(ssh=("/bin/sh", "-c", f"echo $$; exit {code}"))
+    local, other = stage.errand("b", "echo $$; exit 1")
+    crew = Crew(
+        [(ssh, given), (local, other)], is_heard=lambda host: host in stage.heard, say=stage.say
+    )
+    with crew:
         stage.lives("b", 2)  # as long as it takes another to be started again
         assert len(stage.lives("a", 1)) == 1
         assert not [trouble for trouble in crew.troubles if trouble.host == "a"]

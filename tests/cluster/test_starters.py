@@ -16,7 +16,7 @@ from manyhands.cluster.starters import (
     Errand,
     LocalStarter,
     SshStarter,
-    is_held,
+    Started,
     parse_ssh,
     python_command,
     why,
@@ -179,8 +179,10 @@ def test_why_an_agent_ended(tmp_path, code, words, what, remedy):
     assert remedy in hint
 
 
-def test_held_is_a_code_of_its_own():
-    assert [code for code in range(-64, 256) if is_held(code)] == [75]
+@pytest.mark.parametrize(("is_far", "doubtful"), [(False, {75}), (True, {75, 255, *range(-64, 0)})])
+def test_an_end_that_need_not_be_the_agents(tmp_path, is_far, doubtful):
+    started = Started(None, tmp_path, 0, is_far=is_far)
+    assert {code for code in range(-64, 256) if started.leaves_doubt(code)} == doubtful
 
 
 # -- over ssh ---------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The crew: the agents that `up` started, each minded by a thread until it is told to leave.
 
-An agent that ends is started again, after a while that doubles with every failure. One whose host
-the coordinator still hears is not: ssh has died, not the agent; or an agent of an earlier `up`
-works for the host, and the new one has found that out and gone.
+An agent that ends is started again, after a while that doubles with every failure. Where it may be
+that ssh has died, and not the agent, or that an agent of an earlier `up` works for the host, that
+is not done while the coordinator hears the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from manyhands.cluster.starters import Errand, Started, Starter, is_held, why
+from manyhands.cluster.starters import HELD, Errand, Started, Starter, why
 from manyhands.core.errors import ManyhandsError
 
 FIRST_DELAY_S = 0.5
@@ -158,16 +158,16 @@ class Crew:
         waits = delays()
         while True:
             began_s = time.monotonic()
-            trouble = self._run(starter, errand)
-            if trouble is None:
+            is_in_doubt = self._run(starter, errand)
+            if is_in_doubt is None:
                 return
             if time.monotonic() - began_s >= STEADY_S:
                 waits = delays()
-            if not self._pause(errand.name, next(waits)):
+            if not self._pause(errand.name, next(waits), is_in_doubt=is_in_doubt):
                 return
 
-    def _run(self, starter: Starter, errand: Errand) -> Trouble | None:
-        """One life of it; None when there is to be no other."""
+    def _run(self, starter: Starter, errand: Errand) -> bool | None:
+        """One life of it. Whether one may be at work all the same; None: there is to be no more."""
         with self._changed:
             if self._leaving:
                 return None
@@ -175,7 +175,8 @@ class Crew:
                 started = starter.start(errand)
             except ManyhandsError as error:
                 remedy = error.hint or f"its log: {errand.log}"
-                return self._note(Trouble(host=errand.name, what=error.message, remedy=remedy))
+                self._note(Trouble(host=errand.name, what=error.message, remedy=remedy))
+                return False
             self._running[errand.name] = started
             self._troubles.pop(errand.name, None)
         code = started.wait()
@@ -185,25 +186,25 @@ class Crew:
             self._changed.notify_all()
             if self._leaving:
                 return None
-            words = started.last_words()
-            what, remedy = why(errand, code, words)
-            trouble = Trouble(host=errand.name, what=what, remedy=remedy, words=words)
-            return self._note(trouble, quiet=is_held(code) or self._is_heard(errand.name))
+            is_in_doubt = started.leaves_doubt(code)
+            if code != HELD and not (is_in_doubt and self._is_heard(errand.name)):
+                words = started.last_words()
+                what, remedy = why(errand, code, words)
+                self._note(Trouble(host=errand.name, what=what, remedy=remedy, words=words))
+            return is_in_doubt
 
-    def _note(self, trouble: Trouble, *, quiet: bool = False) -> Trouble:
-        if not quiet:
-            self._troubles[trouble.host] = trouble
-            self._say(f"agent of {trouble}")
+    def _note(self, trouble: Trouble) -> None:
+        self._troubles[trouble.host] = trouble
+        self._say(f"agent of {trouble}")
         self._changed.notify_all()
-        return trouble
 
-    def _pause(self, host: str, delay_s: float) -> bool:
+    def _pause(self, host: str, delay_s: float, *, is_in_doubt: bool) -> bool:
         """Until it is to be started again; whether it is."""
         deadline_s = time.monotonic() + delay_s
         with self._changed:
             while not self._leaving:
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0 and not self._is_heard(host):
+                if left_s <= 0 and not (is_in_doubt and self._is_heard(host)):
                     return True
                 self._changed.wait(left_s if left_s > 0 else None)
             return False

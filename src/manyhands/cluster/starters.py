@@ -22,6 +22,8 @@ from typing import IO, Protocol
 
 from manyhands.core.errors import ManyhandsError, SettingsError
 
+HELD = 75
+"""The exit code (EX_TEMPFAIL) of an agent that found another one at work in its folder."""
 SSH = "ssh"
 _SSH_OPTIONS = (
     *("-o", "BatchMode=yes"),  # nobody is there to type a password
@@ -32,7 +34,6 @@ _SSH_OPTIONS = (
 )
 _TAIL_BYTES = 4096
 _TAIL_LINES = 6
-_HELD = 75  # EX_TEMPFAIL: the exit code of an agent that found another one at work in its folder
 _SSH_FAILED = 255
 _NO_PROGRAM = 127
 
@@ -64,8 +65,11 @@ class Starter(Protocol):
 class Started:
     """The process on this machine that is an agent, or leads to one."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, begins: int) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], log: Path, begins: int, *, is_far: bool
+    ) -> None:
         self._process, self._log, self._begins = process, log, begins
+        self._is_far = is_far
 
     @property
     def pid(self) -> int:
@@ -82,6 +86,12 @@ class Started:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
+
+    def leaves_doubt(self, code: int) -> bool:
+        """Whether an agent may be at work for its host though this has ended with `code`: it was
+        ssh that died, or another agent was there already.
+        """
+        return code == HELD or (self._is_far and (code == _SSH_FAILED or code < 0))
 
     def ask(self) -> None:
         """SIGTERM: it ends its jobs, each with its grace, and goes."""
@@ -109,7 +119,7 @@ class LocalStarter:
 
     def start(self, errand: Errand) -> Started:
         command = [*(self.command or python_command(sys.executable)), "agent", "-"]
-        return _start([*command, *errand.arguments], errand)
+        return _start([*command, *errand.arguments], errand, is_far=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +135,7 @@ class SshStarter:
         remote = "exec " + shlex.join([*command, *errand.arguments])
         # The first of two values counts for ssh: what the user says comes before ours.
         options = _SSH_OPTIONS if Path(self.ssh[0]).name == SSH else ()
-        return _start([*self.ssh, *options, errand.address, remote], errand)
+        return _start([*self.ssh, *options, errand.address, remote], errand, is_far=True)
 
 
 def python_command(python: str) -> tuple[str, ...]:
@@ -142,11 +152,6 @@ def parse_ssh(text: str) -> tuple[str, ...]:
     if not words:
         raise SettingsError("--ssh is empty", hint="such as --ssh 'ssh -i KEY -p PORT'")
     return words
-
-
-def is_held(code: int) -> bool:
-    """Whether an agent ended because another one works for the same host."""
-    return code == _HELD
 
 
 def why(errand: Errand, code: int, words: Sequence[str]) -> tuple[str, str]:
@@ -168,7 +173,7 @@ def why(errand: Errand, code: int, words: Sequence[str]) -> tuple[str, str]:
     return f"it ended with code {code}", f"its log: {errand.log}"
 
 
-def _start(command: Sequence[str], errand: Errand) -> Started:
+def _start(command: Sequence[str], errand: Errand, *, is_far: bool) -> Started:
     with _open_log(errand.log) as log:
         begins = log.seek(0, os.SEEK_END)
         try:
@@ -191,7 +196,7 @@ def _start(command: Sequence[str], errand: Errand) -> Started:
         process.stdin.flush()
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
-    return Started(process, errand.log, begins)
+    return Started(process, errand.log, begins, is_far=is_far)
 
 
 def _environment() -> dict[str, str]:
