@@ -155,19 +155,21 @@ def test_who_does_not_leave_is_asked(stage):
 
 
 def test_who_does_not_listen_is_killed(stage):
-    with stage.crew(a="trap '' TERM; echo $$; while true; do sleep 0.02; done") as crew:
+    with stage.crew(a="trap '' TERM INT HUP; echo $$; while true; do sleep 0.02; done") as crew:
         stage.lives("a", 1)
-        assert crew.end(hurry=threading.Event(), leave_s=0, ask_s=0.1) == ["a"]
+        assert crew.end(hurry=threading.Event(), leave_s=0, ask_s=0.1, hurry_s=0.1) == ["a"]
 
 
 def test_hurry_does_not_wait(stage):
     """It would be ten minutes else."""
-    deaf = "trap '' TERM; echo $$; while true; do sleep 0.02; done"
+    deaf = "trap '' TERM INT HUP; echo $$; while true; do sleep 0.02; done"
     with stage.crew(a=deaf) as crew:
         stage.lives("a", 1)
         hurry = threading.Event()
         ended = []
-        thread = threading.Thread(target=lambda: ended.extend(crew.end(hurry=hurry, leave_s=600.0)))
+        thread = threading.Thread(
+            target=lambda: ended.extend(crew.end(hurry=hurry, leave_s=600.0, hurry_s=0.1))
+        )
         thread.start()
         hurry.set()
         crew.look()

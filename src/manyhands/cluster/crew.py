@@ -25,6 +25,8 @@ LEAVE_S = 10.0
 """For processes of agents that have said goodbye, to be gone."""
 ASK_S = 10.0
 """For those that have not, once they are asked by a signal."""
+HURRY_S = 5.0
+"""For those that are to end without any grace."""
 KILL_S = 10.0
 """For a process that was killed, to be gone."""
 
@@ -101,25 +103,39 @@ class Crew:
             self._changed.notify_all()
 
     def end(
-        self, *, hurry: threading.Event, leave_s: float = LEAVE_S, ask_s: float = ASK_S
+        self,
+        *,
+        hurry: threading.Event,
+        leave_s: float = LEAVE_S,
+        ask_s: float = ASK_S,
+        hurry_s: float = HURRY_S,
     ) -> list[str]:
         """Waits until the processes are gone, once the coordinator has told them to leave.
 
-        Those that are not after `leave_s` are asked, and after `ask_s` killed; `hurry`, with a
-        `look`, goes on to that at once. Returns the hosts whose process had to be killed.
+        Those that are not after `leave_s` are asked, after `ask_s` told to hurry, and then
+        killed; `hurry`, with a `look`, goes on to that at once. Returns the hosts whose process
+        had to be killed.
         """
         self.stop_starting()
-        if not hurry.is_set() and self._gone(leave_s, hurry):
+        if self._gone(leave_s, hurry):
             return []
         for started in self._left().values():
             started.ask()
-        if not hurry.is_set() and self._gone(ask_s, hurry):
+        if self._gone(ask_s, hurry):
+            return []
+        self.hurry()
+        if self._gone(hurry_s):
             return []
         killed = self._left()
         for started in killed.values():
             started.kill()
         self._gone(KILL_S)
         return list(killed)
+
+    def hurry(self) -> None:
+        """Have those of this machine end their jobs without a grace, and go."""
+        for started in self._left().values():
+            started.hurry()
 
     def __enter__(self) -> Self:
         for thread in self._threads:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -96,6 +97,12 @@ class Started:
     def ask(self) -> None:
         """SIGTERM: it ends its jobs, each with its grace, and goes."""
         self._process.terminate()
+
+    def hurry(self) -> None:
+        """Two signals mean: end the jobs at once, and go. ssh knows nothing of that: it ends."""
+        # Of several kinds: two of one kind may arrive as one, and some may be ignored (nohup).
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self._process.send_signal(number)
 
     def kill(self) -> None:
         """SIGKILL: what it ran on this machine notices, and ends at once."""
