@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -66,7 +67,7 @@ def visible(
         return None
     shown = list(gpus)
     if variable is not None:
-        shown = []
+        shown.clear()
         for word in variable.split(","):
             gpu = _named(gpus, word.strip())
             if gpu is None or gpu in shown:
@@ -136,9 +137,7 @@ def cpu_shares(num_slots: int, cores: Sequence[int]) -> tuple[Slot, ...]:
     """Even and contiguous shares; with fewer cores than slots, nobody is pinned to any."""
     pinned = len(cores) >= num_slots
     bounds = [len(cores) * index // num_slots for index in range(num_slots + 1)]
-    shares = [
-        cores[low:high] if pinned else () for low, high in zip(bounds, bounds[1:], strict=False)
-    ]
+    shares = [cores[low:high] if pinned else () for low, high in itertools.pairwise(bounds)]
     return tuple(
         Slot(index, Kind.CPU, format_cores(share), _share_name(len(share), len(cores)))
         for index, share in enumerate(shares)

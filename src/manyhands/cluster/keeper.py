@@ -46,7 +46,7 @@ LINGER_S = 5.0
 ORDER, RECORD = "order.json", "record.json"
 CANNOT_RUN, NOT_FOUND = 126, 127  # as shells say it
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _CLOCK_BOOTTIME = 7
 _TFD_TIMER_ABSTIME = 1
 _ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -113,6 +113,11 @@ def clock_s() -> float:
 def adopt_orphans() -> bool:
     """Make this process the parent of every descendant that loses its own; False where none can."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def hide_memory() -> bool:
+    """Keep processes of the same user from this one's memory and first environment (/proc)."""
+    return _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def _prctl(option: int, value: int) -> bool:
@@ -238,14 +243,15 @@ class Keeper:
         self._publish()
 
     def _start(self) -> None:
-        try:
-            for rank in self._order["ranks"]:
+        for rank in self._order["ranks"]:
+            try:
                 pid = _spawn(self._order, rank)
-                self._ranks[pid] = rank["rank"]
-                self._groups.append(pid)
-        except OSError as error:  # no room for a log, or for a process: not the command's fault
-            self._record["error"] = f"cannot start rank {rank['rank']}: {error}"
-            self._end("error", 0)
+            except OSError as error:  # no room for a log or a process: not the command's fault
+                self._record["error"] = f"cannot start rank {rank['rank']}: {error}"
+                self._end("error", 0)
+                return
+            self._ranks[pid] = rank["rank"]
+            self._groups.append(pid)
 
     def _next_s(self) -> float | None:
         if self._killing:

@@ -16,6 +16,7 @@ import fcntl
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ from manyhands.cluster.keeper import RECORD, sync_folder, write_atomically
 from manyhands.cluster.messages import Task
 from manyhands.core.errors import ManyhandsError
 
+_KEEPER_LOCK = "keeper.lock"
 _FOLDER = re.compile(r"(\d+)-(\d+)")
 _CLUSTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
@@ -155,6 +157,28 @@ class Ledger:
         except FileNotFoundError:
             return Record()
 
+    def keeper_lock(self, key: Key) -> int:
+        """A descriptor with the lock that says: a keeper lives. It goes to the keeper."""
+        fd = os.open(self.folder(key) / _KEEPER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def keeper_gone(self, key: Key, patience_s: float) -> bool:
+        """Wait until no keeper has the attempt's lock; False if one still has after that."""
+        try:
+            fd = os.open(self.folder(key) / _KEEPER_LOCK, os.O_RDWR)
+        except FileNotFoundError:
+            return True  # none was ever started
+        # A lock has no timeout, a thread has. One that waits in vain ends with the keeper.
+        waiting = threading.Thread(target=_wait_for_lock, args=(fd,), daemon=True)
+        waiting.start()
+        waiting.join(patience_s)
+        return not waiting.is_alive()
+
     def work_folder(self, key: Key, owner: tuple[int, int] | None) -> Path:
         """Where a job runs that names no folder: one for all its attempts here."""
         work = self.state / "work"
@@ -167,7 +191,16 @@ class Ledger:
 
     def _made(self, folder: Path, mode: int = 0o700) -> Path:
         folder.mkdir(mode=mode, parents=True, exist_ok=True)
+        if mode != 0o700:
+            folder.chmod(mode)  # whatever the umask took
         return folder
+
+
+def _wait_for_lock(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
 
 
 def read_record(data: bytes) -> Record:
