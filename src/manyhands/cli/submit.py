@@ -147,7 +147,9 @@ def tell(job: Job, *, json_output: bool) -> None:
     if json_output:
         show(job)
         return
-    print(f"job {job.id} ({job.spec.name}): {job.state}" + (f", {job.reason}" if job.reason else ""))
+    print(
+        f"job {job.id} ({job.spec.name}): {job.state}" + (f", {job.reason}" if job.reason else "")
+    )
     print(f"  output  manyhands logs {job.id} -f")
     print(f"  state   manyhands status {job.id}")
     print(f"  end it  manyhands cancel {job.id}")
@@ -169,7 +171,10 @@ def await_end(cluster: Cluster, job: Job, *, json_output: bool) -> int:
     if over.failure is not None:
         say("\n".join(failure_lines(over.failure)))
     code = 1 if over.exit_code is None else over.exit_code
-    say(f"job {over.id}: {over.state}, exit code {code}" + (f"; {over.reason}" if over.reason else ""))
+    say(
+        f"job {over.id}: {over.state}, exit code {code}"
+        + (f"; {over.reason}" if over.reason else "")
+    )
     if json_output:
         show(over)
     return code

@@ -206,7 +206,8 @@ class Up:
         starter: Starter
         if host.is_here:
             starter, code = LocalStarter(), self._code(self.hub.near.host, self.server.port)
-            given += ["--state", str(settings.state / "agents" / host.name)]
+            if settings.user is None:  # to whom this folder would be closed
+                given += ["--state", str(settings.state / "agents" / host.name)]
             # Ranks of other machines come to this one by the address that their agents use.
             given += ["--address", host.address if settings.is_local else self.hub.address.host]
         else:
@@ -251,6 +252,11 @@ class Up:
         with self._news:
             self._news.notify_all()
         self.crew.look()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was told to end, or has failed."""
+        return self._is_stopping
 
     def until_stopped(self) -> str:
         """Blocks until `stop`, `manyhands down`, or a failure; why. Raises what has failed."""
