@@ -142,7 +142,7 @@ def test_an_agent_that_is_killed_is_started_again_and_its_job_too(world):
     up = world.up("--lease", "60s")
     job = world.submit(STAY)
     rank = world.pid_in("pid-0")
-    (agent,) = [p for p in world.processes() if p.cmdline()[-2:] != [] and "agent" in p.cmdline()]
+    (agent,) = [p for p in world.processes() if "agent" in p.cmdline()]
     agent.kill()
     world.until_gone(rank)
     world.pid_in("pid-1")
@@ -306,8 +306,10 @@ def test_over_a_real_ssh(world, tmp_path):
         # ssh dies, the agent does not; a job that runs meanwhile is not touched.
         job = world.submit(STAY)
         rank = world.pid_in("pid-0")
+        ssh = [p for p in world.processes() if p.name() == "ssh"]
+        assert len(ssh) == 1
         sshd.drop()
-        world.until(lambda: not [p for p in world.processes() if "ssh" in p.name()], "ssh")
+        world.until_gone(*ssh)
         assert not is_gone(rank)
         (world.folder / "go").touch()
         over = world.cluster.wait(job.id, WAIT_S)
