@@ -61,8 +61,8 @@ class Desk(Protocol):
         ...
 
     def listen(self, heard: Callable[[Changed], None]) -> Callable[[], None]:
-        """Calls `heard` after every change, when it is on disk, from any thread; it returns at
-        once. What is returned ends it.
+        """Calls `heard` after every change, when it is on disk, from any thread, perhaps under a
+        lock: it returns at once and asks nothing. What is returned ends it.
         """
         ...
 
