@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def main(port: str, options: str) -> int:
             state=Path(given["state"]),
             user=given.get("user"),
             origin=Origin(given.get("origin", "user")),
-            secrets_=given.get("secrets", ()),
+            secrets_=[os.environ.pop(name) for name in given.get("secrets", ())],
         )
         print(agent.run(), flush=True)
     except ManyhandsError as error:

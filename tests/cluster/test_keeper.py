@@ -90,7 +90,7 @@ class Kept:
         return json.loads(lines[-1])
 
     def pids(self, rank: int = 0) -> list[psutil.Process]:
-        """Those that a rank wrote after `up`; waits for the line by the rank's own event: growth."""
+        """Those that a rank names after `up`, once it has."""
         log = self.folder / f"rank-{rank}.log"
         if not log.exists():
             self.next_record()  # they are started now
