@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from manyhands.cluster import attempt
 from manyhands.cluster.agent import Agent
 from manyhands.cluster.devices import cpu_shares
 from manyhands.cluster.messages import Origin
@@ -18,6 +19,7 @@ from tests.cluster.offices import DistantOffice
 def main(port: str, options: str) -> int:
     logging.basicConfig(level="INFO", format="%(asctime)s %(name)s: %(message)s")
     given = json.loads(options)
+    attempt.KEEPER_PATIENCE_S = given.get("patience_s", attempt.KEEPER_PATIENCE_S)
     try:
         agent = Agent(
             lambda: DistantOffice(int(port)),

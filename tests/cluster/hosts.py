@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import uuid
@@ -100,7 +102,7 @@ class TestHost:
         for agent in self.agents:
             if agent.poll() is None:
                 agent.terminate()
-                agent.send_signal(18)  # SIGCONT
+                agent.send_signal(signal.SIGCONT)
                 agent.terminate()
                 try:
                     agent.wait(PATIENCE_S)
@@ -117,5 +119,14 @@ class TestHost:
 
 def gone(processes: list[psutil.Process]) -> bool:
     """Waits for them; a zombie is one."""
-    psutil.wait_procs([p for p in processes if not is_gone(p)], timeout=PATIENCE_S)
+    for process in processes:
+        try:
+            fd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not is_gone(process):  # so the id is still its own
+                select.select([fd], [], [], PATIENCE_S)
+        finally:
+            os.close(fd)
     return all(is_gone(process) for process in processes)

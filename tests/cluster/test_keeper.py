@@ -18,6 +18,7 @@ import pytest
 from manyhands.cluster import keeper
 from manyhands.cluster.keeper import CANNOT_RUN, NOT_FOUND, Alarm, Order, clock_s
 from manyhands.testing.processes import is_gone
+from tests.cluster.hosts import gone
 from tests.cluster.programs import (
     FAILS,
     HAS_DAEMON,
@@ -272,8 +273,7 @@ def test_ranks_die_with_a_keeper_that_is_killed(kept) -> None:
         (rank,) = running.pids()
         running.process.kill()
         running.process.wait()
-        psutil.wait_procs([rank])
-        assert is_gone(rank)
+        assert gone([rank])
 
 
 def test_the_lock_is_the_keepers_alone(kept, tmp_path) -> None:
@@ -406,8 +406,7 @@ def test_root_can_run_ranks_as_another_user(kept, tmp_path) -> None:
         (rank,) = running.pids()
         running.process.kill()
         running.process.wait()
-        psutil.wait_procs([rank])
-        assert is_gone(rank)  # PDEATHSIG outlives the change of user
+        assert gone([rank])  # PDEATHSIG outlives the change of user
     uid, gid = nobody.pw_uid, nobody.pw_gid
     text = (tmp_path / "rank-0.log").read_text()
     assert text.startswith(f"({uid}, {uid}, {uid}) ({gid}, {gid}, {gid}) [{gid}]\nagain\n")

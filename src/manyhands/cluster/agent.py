@@ -249,8 +249,9 @@ class Agent:
     def _take(self, event: Event | LogSettled) -> None:
         match event:
             case Welcomed(session, welcome):
-                self._heard_session = session
-                self._cluster = welcome.cluster
+                if welcome.cluster != self._cluster:
+                    self._session = 0
+                self._heard_session, self._cluster = session, welcome.cluster
                 self._offer_left()
                 self._report()
             case Wanted(session, wants):
@@ -348,13 +349,15 @@ class Agent:
                     attempt.stop(self._grace_s(attempt), self._lease.now_s(), why=why)
             return
         self._end_foreign()
-        if self._session == 0 or self._session != self._heard_session:
+        if self._session == 0:
             return  # nobody has said yet what this coordinator wants
+        # What was wanted before a connection broke may have been given to another host since.
+        may_start = self._lease.holds and self._session == self._heard_session
         wants = {(want.job, want.attempt): want for want in self._wants.wants}
         while deeds := compare(
             () if self._wants.leave else self._wants.wants,
             {key[1:]: a.held for key, a in self._attempts.items() if key[0] == self._cluster},
-            may_start=self._lease.holds,
+            may_start=may_start,
         ):
             for deed in deeds:
                 self._do(deed, wants.get(deed.key))
