@@ -453,7 +453,8 @@ def test_an_agent_of_a_user_stays_when_the_cluster_goes_down(host) -> None:
     host.start()
     host.office.want(want(POLITE))
     processes = host.said()
-    host.office.want(want(POLITE, stop=True), leave=True)
+    host.office.want(want(POLITE), leave=True)
+    assert host.office.wait_phase(Phase.ENDED).failure is None  # said, not just forgotten
     assert gone(processes)
     host.office.restart()
     host.office.want(want(POLITE, attempt=1))

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from manyhands._version import __version__
 from manyhands.cluster import keeper
 from manyhands.cluster.attempt import (
@@ -353,9 +355,14 @@ class Agent:
             return  # nobody has said yet what this coordinator wants
         # What was wanted before a connection broke may have been given to another host since.
         may_start = self._lease.holds and self._session == self._heard_session
-        wants = {(want.job, want.attempt): want for want in self._wants.wants}
+        # An agent of a user's outlives a cluster that goes down, its jobs do not.
+        stop = self._wants.leave
+        wants = {
+            (want.job, want.attempt): msgspec.structs.replace(want, stop=want.stop or stop)
+            for want in self._wants.wants
+        }
         while deeds := compare(
-            () if self._wants.leave else self._wants.wants,
+            list(wants.values()),
             {key[1:]: a.held for key, a in self._attempts.items() if key[0] == self._cluster},
             may_start=may_start,
         ):
