@@ -410,3 +410,24 @@ def test_root_can_run_ranks_as_another_user(kept, tmp_path) -> None:
     uid, gid = nobody.pw_uid, nobody.pw_gid
     text = (tmp_path / "rank-0.log").read_text()
     assert text.startswith(f"({uid}, {uid}, {uid}) ({gid}, {gid}, {gid}) [{gid}]\nagain\n")
+
+
+def test_hidden_memory_is_closed_to_processes_of_the_same_user() -> None:
+    """A first environment stays in /proc, whatever is taken out of `os.environ`."""
+    code = (
+        "import ctypes, os, sys\n"
+        "from manyhands.cluster import keeper\n"
+        "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+        "def readable():\n"
+        "    if not (child := os.fork()):\n"
+        "        try: open(f'/proc/{os.getppid()}/environ', 'rb').read()\n"
+        "        except PermissionError: os._exit(1)\n"
+        "        os._exit(0)\n"
+        "    return os.waitpid(child, 0)[1] == 0\n"
+        "ctypes.CDLL(None).prctl(4, 1)\n"  # a change of user has closed it
+        "before = readable()\n"
+        "keeper.hide_memory()\n"
+        "print(before, readable())\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert shown.stdout == b"True False\n"
