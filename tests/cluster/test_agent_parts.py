@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from manyhands.cluster.account import identity_of
 from manyhands.cluster.comparison import Deed, Held, Verb, compare
 from manyhands.cluster.environment import RESERVED, rank_environments, scrubbed
-from manyhands.cluster.identity import identity_of
 from manyhands.cluster.lease import Lease
 from manyhands.cluster.ledger import AlreadyBegun, Key, Ledger, Record, StateHeld
 from manyhands.cluster.line import Line, Rejected, Renewed, Reported, Wanted, Welcomed

@@ -25,6 +25,7 @@ import msgspec
 
 from manyhands._version import __version__
 from manyhands.cluster import keeper
+from manyhands.cluster.account import check_way, identity_of
 from manyhands.cluster.attempt import (
     AGENT_STOPPED,
     KEEPER_PATIENCE_S,
@@ -42,7 +43,6 @@ from manyhands.cluster.environment import (
     rank_environments,
     scrubbed,
 )
-from manyhands.cluster.account import check_way, identity_of
 from manyhands.cluster.lease import Lease
 from manyhands.cluster.ledger import AlreadyBegun, Key, Ledger
 from manyhands.cluster.line import Event, Line, Rejected, Renewed, Reported, Wanted, Welcomed
