@@ -168,7 +168,7 @@ class Tick:
         self._spare: int | None = None
         """Slots that the head leaves; None: not yet counted."""
         self._claimed = False
-        """Whether one in front of the head waits for room that is coming: all else is held for it."""
+        """Whether somebody waits for room that is coming: all that is free is held for him."""
         self._place: list[tuple[int, tuple[Place, ...]]] = []
         self._preempt: list[tuple[int, int]] = []
         self._waits: dict[int, str] = {}
