@@ -287,16 +287,14 @@ def test_a_decision_that_does_not_hold_is_not_carried_out(places):
     assert story.job().state is State.STARTING
 
 
-def test_a_promise_is_looked_at_in_time():
+def test_a_promise_is_looked_at_when_its_time_has_come():
     story = Story(("a", 1))
-    story.submit(grace_s=3)
-    story.run("a")
     now_s = story.now_s
     story.book.ask(now_s)
     story.book.adopt(Decisions(promise=Promise(2, now_s + 9)), now_s)
-    assert story.book.next_due_s() == now_s + 9 - 3 - 1
-    story.book.ask(now_s + 5)
     assert story.book.next_due_s() == now_s + 9
+    story.book.ask(now_s + 9)
+    assert story.book.next_due_s() == now_s + PATIENCE_S
 
 
 def test_what_could_not_be_stored_has_not_happened(pair):

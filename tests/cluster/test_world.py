@@ -9,6 +9,7 @@ import pytest
 from manyhands.cluster import book, hosts, part
 from manyhands.cluster.job import IllegalStep, State
 from manyhands.cluster.messages import Phase
+from manyhands.cluster.schedule import decide
 from tests.cluster.world import Violation, World
 
 NUM_STEPS = 400
@@ -37,6 +38,12 @@ def test_every_rule_holds_in_random_histories(first):
 def test_one_host_alone():
     for seed in range(40):
         live(1000 + seed, num_hosts=1)
+
+
+def test_the_schedule_that_is_used():
+    """Placing by priority, with preemption and backfill."""
+    for seed in range(40):
+        live(2000 + seed, schedule=decide)
 
 
 # Each of these breaks one rule. What they do not break, the histories cannot have tested.

@@ -33,9 +33,9 @@ class Violation(AssertionError):
 class World:
     """Everything there is. `rng` decides what happens; the same seed gives the same history."""
 
-    def __init__(self, seed, num_hosts=3, make_book=Book):
+    def __init__(self, seed, num_hosts=3, schedule=first_come):
         self.rng = random.Random(seed)
-        self.make_book = make_book
+        self.schedule = schedule
         self.now_s = 1000.0
         self.is_calm = False
         # What is on the coordinator's disk.
@@ -68,7 +68,7 @@ class World:
         self.version += 1_000_000
         codec = msgspec.json
         live = [job for job in self.jobs.values() if not job.is_over]
-        self.book = self.make_book(
+        self.book = Book(
             self.decide,
             now_s=self.now_s,
             lease_s=LEASE_S,
@@ -82,7 +82,7 @@ class World:
         self.decisions = []
 
     def decide(self, now_s, hosts, entries):
-        decisions = first_come(now_s, hosts, entries)
+        decisions = self.schedule(now_s, hosts, entries)
         placed = [e.id for e in entries if e.places and not e.ending]
         if placed and decisions.waits and not self.is_calm and self.rng.random() < 0.3:
             victim = (self.rng.choice(placed), min(decisions.waits))
@@ -457,7 +457,7 @@ class World:
 
 EVENTS = [
     (World.submit, 4),
-    (World.cancel, 1),
+    (World.cancel, 2),
     (World.tick, 8),
     (World.adopt, 8),
     (World.advance, 6),

@@ -31,7 +31,7 @@ from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status
 from manyhands.cluster.job import PLACED, Ending, Failure, Job, Place, Spec, State, moved, noted
 from manyhands.cluster.jobs import Changes, HostRow, Jobs
 from manyhands.cluster.messages import Hello, Status, Wants
-from manyhands.cluster.schedule import LEAD_S, Decisions, Entry
+from manyhands.cluster.schedule import Decisions, Entry
 from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
 from manyhands.cluster.task import want_of
@@ -139,9 +139,8 @@ class Book:
             for job in self.placed
             if job.ending is None and job.spec.time_s is not None and job.started_s is not None
         ]
-        # Whoever is in the way of a promise is told to end its grace before that.
-        promised = [self._promised_s - job.spec.grace_s - LEAD_S for job in self.placed]
-        due += [at_s for at_s in (self._promised_s, *promised) if self._asked_s < at_s < math.inf]
+        if self._asked_s < self._promised_s < math.inf:
+            due.append(self._promised_s)
         return min(due, default=None)
 
     # -- users -----------------------------------------------------------------------------------
