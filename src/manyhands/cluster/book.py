@@ -30,7 +30,7 @@ from manyhands.cluster.errors import (
 from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status
 from manyhands.cluster.job import PLACED, Ending, Failure, Job, Place, Spec, State, moved, noted
 from manyhands.cluster.jobs import Changes, HostRow, Jobs
-from manyhands.cluster.messages import Hello, Status, Wants
+from manyhands.cluster.messages import Hello, Origin, Status, Wants
 from manyhands.cluster.schedule import Decisions, Entry
 from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
@@ -117,11 +117,16 @@ class Book:
         ]
 
     def lingering(self) -> tuple[Sequence[int], Sequence[str]]:
-        """Jobs that still have slots, and hosts that have not been told to leave."""
+        """Jobs that still have slots, and hosts that have not been told to leave.
+
+        A user's agent that has hung up need not be told: it is gone, or stays and dials anyway.
+        """
         hosts = [
             name
             for name, host in sorted(self._hosts.items())
-            if host.silent_since_s is None and not host.is_dismissed
+            if host.silent_since_s is None
+            and not host.is_dismissed
+            and not (host.is_broken and host.hello.origin is Origin.USER)
         ]
         return [job.id for job in self.placed], hosts
 
