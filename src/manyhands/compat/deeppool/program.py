@@ -70,14 +70,13 @@ def parser_of(lesson: Lesson, description: str) -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--device", choices=("cpu", "cuda"), help="default: the slot's GPU, if it has one")
     add("--autocast", action="store_true", help="bfloat16 where that is good enough")
+    add("--double", action="store_true", help="float64, to compare curves")
     add("--every", type=int, default=10, help="rounds from one line to the next")
     group = parser.add_argument_group("the job")
     add = group.add_argument
     add("--name", default=lesson.name)
     add("--priority", choices=("high", "normal", "best-effort"), default="normal")
-    add(
-        "--coordinator", metavar="HOST:PORT", help="default: MANYHANDS_COORDINATOR, 127.0.0.1:12347"
-    )
+    add("--coordinator", metavar="HOST:PORT", help="default: MANYHANDS_COORDINATOR, or here")
     add("--state", help="the state folder of the cluster, which has the token")
     add("--wait", action="store_true", help="show rank 0's log, and end as the job does")
     add("--here", action="store_true", help="train in this process; no cluster is asked")
@@ -154,6 +153,7 @@ def _terms(lesson: Lesson, options: Options) -> Terms:
         save=absolute(options.save),
         seed=options.seed,
         autocast=options.autocast,
+        double=options.double,
         device=options.device,
         every=options.every,
     )

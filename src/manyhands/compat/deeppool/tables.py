@@ -32,6 +32,7 @@ VOCABULARY = 256  # bytes
 
 _EVERY = 10  # one of so many is for the evaluation, where nobody says which
 _PIECE, _STRIDE = 64, 32  # pixels: of a photograph's pieces, and from one to the next
+_UNSEEN_DIGITS = 297
 _UNSEEN = 0.75  # pieces to the right of this part of a photograph are for the evaluation
 
 Pictures = Iterator[tuple[str, Any]]
@@ -85,7 +86,7 @@ def pictures(data: str, evaluation: str | None, *, px: int, folder: Path | None 
 
 
 class Fitted:
-    """A picture as models take it: its middle, px x px, normalised. Worker processes can have it."""
+    """A picture as models take it: its middle, px x px, normalised."""
 
     def __init__(self, px: int) -> None:
         self._px = px
@@ -145,17 +146,17 @@ def written(folder: Path, name: str) -> Path:
 
 
 def digits() -> Pictures:
-    """All of them; the last 297 are to evaluate on, as scikit-learn orders them by writers."""
+    """All of them; the last 297 are to evaluate on."""
     image_module, found = _pillow(), _sklearn("load_digits")
     for number, (values, digit) in enumerate(zip(found.images, found.target, strict=True)):
         grey = bytes(int(value) * 255 // 16 for value in values.ravel())
-        part = "train" if number < len(found.images) - 297 else "test"
+        part = "train" if number < len(found.images) - _UNSEEN_DIGITS else "test"
         image = image_module.frombytes("L", values.shape[::-1], grey)
         yield f"{part}/{digit}/{number:04}.png", image
 
 
 def photos() -> Pictures:
-    """Square pieces of a Chinese temple and of a flower; what is evaluated overlaps nothing else."""
+    """Square pieces of a temple and of a flower; those to evaluate on overlap no others."""
     image_module, found = _pillow(), _sklearn("load_sample_images")
     for name, values in zip(found.filenames, found.images, strict=True):
         image = image_module.fromarray(values)
@@ -176,7 +177,7 @@ WRITTEN: Mapping[str, Callable[[], Pictures]] = {"digits": digits, "photos": pho
 
 
 def text(data: str, *, length: int) -> Tables:
-    """A text as stretches of `length` bytes; its last tenth is to evaluate on. Raises UsageError."""
+    """A text in stretches of so many bytes; its last tenth is to evaluate on. Raises UsageError."""
     if length < 1:
         raise UsageError(f"stretches of {length} bytes", hint="64, say")
     if data == "python":

@@ -60,6 +60,9 @@ class Terms:
     seed: int = 0
     autocast: bool = False
     """Whether bfloat16 is used where torch thinks it good enough."""
+    double: bool = False
+    """Whether to compute in float64, so that two curves differ by nothing that rounding does:
+    normalisation over few values makes much of the last bit of float32."""
     device: str | None = None
     """None: this slot's GPU, if there is one."""
     every: int = 10
@@ -69,6 +72,8 @@ class Terms:
         for name in ("batch", "epochs", "every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}", hint="1 or more")
+        if self.double and self.autocast:
+            raise UsageError("float64 and bfloat16", hint="one of --double and --autocast")
         check_grain(self.batch, self.grain)
 
 
@@ -184,7 +189,7 @@ def train(
     if terms.load is not None and not resumes and terms.load != terms.save:
         model.load_state_dict(load_weights(terms.load))
         say(f"weights are those of {terms.load}")
-    model.to(device)
+    model.to(device, torch.float64 if terms.double else None)
     course = _Course(terms, place, tables, model, optimizer, device, say)
     with join(run=place.run, min_peers=place.world, seed=terms.seed) as run:
         course.follow(run)
@@ -254,6 +259,8 @@ class _Course:
         self._model.train()
 
     def _compute(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self._terms.double and x.is_floating_point():
+            x = x.double()
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._terms.autocast):
             scores = self._model(x).flatten(0, -2)  # of texts: every byte of every stretch
             loss = F.cross_entropy(scores, y.flatten())
