@@ -108,8 +108,6 @@ def test_the_curve_does_not_depend_on_the_number_of_slots(resnet, world):
         assert numbers(said)[1] == pytest.approx(values, rel=TOLERANCE)
         assert "test is completed (6 iters, " in said[-1]
         assert said[-1].endswith("0.00 be img/s, 16 globalBatchSize).")
-    first, last = values[0], values[-4]
-    assert last < first
 
 
 def test_a_text_too(tmp_path, meet):
@@ -121,6 +119,8 @@ def test_a_text_too(tmp_path, meet):
         lambda p, lr: torch.optim.AdamW(p, lr=lr),
     )
     (alone,), several = job.run(1, epochs=1), job.run(3, epochs=1)
+    losses = numbers(alone)[1][::2]
+    assert losses[-2] < losses[0]  # of its last lines: the mean of the epoch, the evaluation
     for said in several:
         assert numbers(said)[0] == numbers(alone)[0]
         assert numbers(said)[1] == pytest.approx(numbers(alone)[1], rel=TOLERANCE)

@@ -185,11 +185,11 @@ def train(
             hint="a smaller batch, or more samples",
         )
     device = device_of(terms.device, place.local_rank)
+    model.to(device, torch.float64 if terms.double else None)
     resumes = terms.save is not None and any(p.complete for p in Store(terms.save).places())
     if terms.load is not None and not resumes and terms.load != terms.save:
         model.load_state_dict(load_weights(terms.load))
         say(f"weights are those of {terms.load}")
-    model.to(device, torch.float64 if terms.double else None)
     course = _Course(terms, place, tables, model, optimizer, device, say)
     with join(run=place.run, min_peers=place.world, seed=terms.seed) as run:
         course.follow(run)
