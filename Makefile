@@ -7,10 +7,10 @@ setup: .venv/.ready
 	sh scripts/setup.sh
 
 demo: setup
-	$(if $(AMQP),sh scripts/rabbitmq.sh && .venv/bin/python scripts/demo_amqp.py,.venv/bin/manyhands demo)
+	$(if $(AMQP),sh scripts/packages.sh rabbitmq-server && .venv/bin/python scripts/demo_amqp.py,.venv/bin/manyhands demo)
 
 test: setup
-	sh scripts/rabbitmq.sh && .venv/bin/python -m pytest
+	sh scripts/packages.sh rabbitmq-server openssh-server && .venv/bin/python -m pytest
 
 check: setup
 	sh scripts/check.sh
@@ -28,7 +28,7 @@ bench-scale: setup
 	.venv/bin/python benchmarks/scale.py --json benchmarks/results/scale.json
 
 chaos: setup
-	sh scripts/rabbitmq.sh
+	sh scripts/packages.sh rabbitmq-server
 	.venv/bin/python -m tests.replica.chaos $(if $(AMQP),--link amqp) --seconds 600 --json benchmarks/results/chaos$(if $(AMQP),-amqp).json
 	.venv/bin/python -m tests.collectives.chaos --schedules 100000
 	.venv/bin/python -m tests.collectives.chaos --schedules 60000 --seed 500000 --unordered

@@ -44,6 +44,42 @@ COMMANDS: Mapping[str, Command] = {
         module="manyhands.cli.doctor",
         help="Everything that could go wrong, measured, with remedies.",
     ),
+    "up": Command(
+        module="manyhands.cli.up",
+        help="Start a cluster: a coordinator, and agents on this machine and others.",
+    ),
+    "down": Command(
+        module="manyhands.cli.down",
+        help="Take the cluster down, and wait until it is.",
+    ),
+    "agent": Command(
+        module="manyhands.cli.agent",
+        help="Offer this machine to a cluster.",
+    ),
+    "submit": Command(
+        module="manyhands.cli.submit",
+        help="Submit a job to the cluster: a command, run once for each slot.",
+    ),
+    "jobs": Command(
+        module="manyhands.cli.jobs",
+        help="List the cluster's jobs.",
+    ),
+    "status": Command(
+        module="manyhands.cli.status",
+        help="Show one job: its failure, where it is, every step.",
+    ),
+    "logs": Command(
+        module="manyhands.cli.logs",
+        help="Show what a rank of a job wrote, or writes.",
+    ),
+    "cancel": Command(
+        module="manyhands.cli.cancel",
+        help="End jobs.",
+    ),
+    "nodes": Command(
+        module="manyhands.cli.nodes",
+        help="List the cluster's hosts.",
+    ),
     "queues": Command(
         module="manyhands.cli.queues",
         help="Make, purge and look at the queues that DeepBooster's trainers use.",

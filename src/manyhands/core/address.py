@@ -139,7 +139,9 @@ def redact(text: str) -> str:
     text = re.sub(r"(\w+://[^\s:/@]*):\S*@", r"\1:***@", text)
     text = re.sub(r"([\w.+-]+):(?!//)\S*@", r"\1:***@", text)  # not quite a URL
     text = re.sub(r"([?&](?:token|password)=)[^\s&#]*", r"\1***", text)
-    return re.sub(rf"{_CODE}[\w-]+", f"{_CODE}***", text, flags=re.IGNORECASE)
+    text = re.sub(r"(Bearer )\S+", r"\1***", text, flags=re.IGNORECASE)
+    # A hub's join code, and a cluster's.
+    return re.sub(r"(mhc?1-)[\w-]+", r"\1***", text, flags=re.IGNORECASE)
 
 
 def _parse_url(text: str) -> Address:

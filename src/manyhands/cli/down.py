@@ -1,0 +1,102 @@
+"""`manyhands down`: take the cluster down, and wait until it is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, say, show
+from manyhands.cluster.client import Cluster
+from manyhands.cluster.dial import CoordinatorUnreachable
+from manyhands.cluster.duration import parse_duration
+from manyhands.cluster.identity import default_state
+from manyhands.cluster.up import STORE
+from manyhands.core.errors import ManyhandsError
+
+_LOOK_S = 0.1
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.command()
+def down(
+    timeout: Annotated[
+        str, typer.Option(metavar="TIME", help="How long to wait for it: jobs have their graces.")
+    ] = "5m",
+    coordinator: Coordinator = None,
+    state: StateFolder = None,
+    json_output: AsJson = False,
+) -> None:
+    """Take the cluster down: end its jobs, its agents, and `manyhands up`.
+
+    Jobs that ran wait in the store, and begin again at the next `manyhands up`. Agents that
+    were started by `manyhands agent` stay, and dial until there is a cluster again. It returns
+    when `manyhands up` has ended. Exit code: 1 if it had not in time.
+    """
+    limit_s = parse_duration(timeout, what="--timeout")
+    folder = default_state() if state is None else state.expanduser()
+    with contextlib.ExitStack() as stack:
+        holder = Holder.find(folder / f"{STORE}.lock") if coordinator is None else None
+        if holder is not None:
+            stack.callback(holder.close)
+        with connect(coordinator, state) as cluster:
+            cluster.shut_down()
+            if not json_output:
+                say("jobs and agents are told to end...")
+            gone = _until_silent(cluster, limit_s) if holder is None else holder.wait(limit_s)
+    if not gone:
+        raise ManyhandsError(
+            f"the cluster has begun to go down, but is not after {limit_s:g} s",
+            hint="jobs may take their grace; `manyhands down` again waits again; "
+            "a second Ctrl-C where `manyhands up` runs kills",
+        )
+    if json_output:
+        show({"state": "down"})
+    else:
+        print("the cluster is down")
+
+
+class Holder:
+    """The process that holds a lock file, as `manyhands up` does that of its store."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def find(cls, lock: Path) -> Holder | None:
+        """None if nobody holds it, or it cannot be told who."""
+        try:
+            with lock.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    # Held, so whoever wrote its number there is alive: it cannot be another's.
+                    return cls(os.pidfd_open(int(file.read(20))))
+        except (OSError, ValueError, AttributeError):  # no file; no number; no Linux
+            return None
+        return None
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it has ended within the limit; a process that has is not there any more."""
+        return bool(select.select([self._fd], [], [], limit_s)[0])
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _until_silent(cluster: Cluster, limit_s: float) -> bool:
+    """A cluster elsewhere: whether it has stopped answering."""
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        try:
+            cluster.info()
+        except CoordinatorUnreachable:
+            return True
+        time.sleep(_LOOK_S)  # it can say that it is up, not that it is down
+    return False

@@ -1,0 +1,105 @@
+"""Following a job: what one rank writes, attempt after attempt, until the job is over.
+
+A coordinator that is started again goes on where it was, and so does this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, TypeVar
+
+from manyhands.cli.cluster import say
+from manyhands.cluster.client import Cluster
+from manyhands.cluster.dial import CoordinatorUnreachable
+from manyhands.cluster.job import Job
+
+PATIENCE_S = 60.0
+"""For a coordinator that was there, to be there again."""
+_LOOK_S = 0.5
+T = TypeVar("T")
+
+
+class Follower:
+    """Gives the log of one rank of one job to `write`, as it grows."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: int,
+        *,
+        rank: int,
+        write: Callable[[bytes], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._cluster, self._job, self._rank = cluster, job, rank
+        self._write, self._patience_s = write, patience_s
+
+    def run(self, *, first: int | None = None, last: int | None = None) -> Job:
+        """Blocks until the job is over, or the attempt `last` is; what it is then.
+
+        Begins with the attempt `first`, or with the present one.
+        """
+        job = self._ask(lambda: self._cluster.job(self._job))
+        attempt = job.attempt if first is None else first
+        while True:
+            self._follow(attempt)
+            job = self._ask(lambda: self._cluster.job(self._job))
+            if attempt == last or (job.is_over and job.attempt <= attempt):
+                return job
+            if job.attempt > attempt or not job.is_over:
+                say(f"job {job.id}: attempt {attempt} has ended, the next one follows")
+            attempt += 1
+
+    def _follow(self, attempt: int) -> None:
+        seen = 0
+
+        def rest() -> None:
+            nonlocal seen
+            for piece in after(seen, self._pieces(attempt)):
+                self._write(piece)
+                seen += len(piece)
+
+        self._ask(rest)
+
+    def _pieces(self, attempt: int) -> Iterator[bytes]:
+        return self._cluster.logs(self._job, rank=self._rank, follow=True, attempt=attempt)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Ask again when a coordinator that had gone away is back."""
+        while True:
+            try:
+                return question()
+            except CoordinatorUnreachable as error:
+                say("the coordinator does not answer; the job is not touched by that")
+                self._await_coordinator(error)
+
+    def _await_coordinator(self, error: CoordinatorUnreachable) -> None:
+        deadline_s = time.monotonic() + self._patience_s
+        while True:
+            time.sleep(_LOOK_S)  # nobody is there who could say when
+            try:
+                self._cluster.info()
+            except CoordinatorUnreachable:
+                if time.monotonic() > deadline_s:
+                    raise error from None
+            else:
+                return
+
+
+def after(seen: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces without the first `seen` bytes of all."""
+    for piece in pieces:
+        if len(piece) > seen:
+            yield piece[seen:]
+        seen = max(0, seen - len(piece))
+
+
+def to(stream: BinaryIO) -> Callable[[bytes], None]:
+    """Writes and flushes: who follows a log wants to see it now."""
+
+    def write(piece: bytes) -> None:
+        stream.write(piece)
+        stream.flush()
+
+    return write

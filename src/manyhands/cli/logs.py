@@ -1,0 +1,77 @@
+"""`manyhands logs ID`: what a rank wrote; the first failure on top."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from manyhands.cli.cluster import Coordinator, JobId, StateFolder, connect, say
+from manyhands.cli.follow import Follower, to
+from manyhands.cli.listing import failure_lines
+
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.command()
+def logs(
+    id: JobId,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the job is over.")
+    ] = False,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="R", help="(default: the first that failed, else 0)"),
+    ] = None,
+    attempt: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="(default: the last one)")
+    ] = None,
+    coordinator: Coordinator = None,
+    state: StateFolder = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="A JSON object a line on stdout, the rest on stderr.")
+    ] = False,
+) -> None:
+    """Show what one rank of a job wrote, to stdout and stderr together.
+
+    If the job has failed, the first failing rank's error comes first, on stderr.
+    """
+    with connect(coordinator, state) as cluster:
+        job = cluster.job(id)
+        if job.failure is not None:
+            say("\n".join(failure_lines(job.failure)))
+            if rank is None and attempt in (None, job.attempt):
+                rank = job.failure.rank
+                say(f"all that rank {rank} wrote:")
+        shown = 0 if rank is None else rank
+        printer = _JsonLines(shown) if json_output else None
+        write = to(sys.stdout.buffer) if printer is None else printer.feed
+        if follow:
+            Follower(cluster, id, rank=shown, write=write).run(first=attempt, last=attempt)
+        else:
+            for piece in cluster.logs(id, rank=shown, attempt=attempt):
+                write(piece)
+        if printer is not None:
+            printer.finish()
+
+
+class _JsonLines:
+    """A line of the log as a line of JSON."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._rest = rank, b""
+
+    def feed(self, piece: bytes) -> None:
+        *whole, self._rest = (self._rest + piece).split(b"\n")
+        for line in whole:
+            self._print(line)
+
+    def finish(self) -> None:
+        if self._rest:
+            self._print(self._rest)
+
+    def _print(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        print(json.dumps({"rank": self._rank, "line": text}), flush=True)

@@ -1,0 +1,272 @@
+"""`manyhands up`: a cluster on this machine and those of a hostfile, until it is taken down."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import shlex
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Annotated, Self
+
+import typer
+
+from manyhands.cli.listing import slots_of
+from manyhands.cluster.duration import parse_duration
+from manyhands.cluster.hostfile import HostLine, read_hostfile
+from manyhands.cluster.identity import default_state
+from manyhands.cluster.job import MAX_SLOTS
+from manyhands.cluster.server import PORT
+from manyhands.cluster.starters import SSH, parse_ssh
+from manyhands.cluster.up import LEASE_S, Ready, Up, UpSettings
+from manyhands.core.errors import ManyhandsError
+
+READY_LINE = "Now, cluster is ready to accept training jobs."
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.command()
+def up(
+    bind: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the coordinator listens; port 0 is any. Beyond this machine it speaks TLS.",
+        ),
+    ] = f"127.0.0.1:{PORT}",
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Hosts, one a line: ADDRESS,GPU or HOST [slots=N]. Those that are not this "
+            "machine are reached by ssh. (default: this machine alone)",
+        ),
+    ] = None,
+    logdir: Annotated[
+        Path, typer.Option(metavar="DIR", help="For what jobs and agents write.")
+    ] = Path("logs"),
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="For jobs, tokens and keys: with the same folder it is the same cluster. "
+            "(default: manyhands/cluster in $XDG_STATE_HOME or ~/.local/state)",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="What other machines reach it by. (a guess)"),
+    ] = None,
+    lease: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="How long a host may be silent before it is lost."),
+    ] = f"{LEASE_S:g}s",
+    ssh: Annotated[
+        str, typer.Option(metavar="COMMAND", help="How to get to other hosts: 'ssh -i KEY'.")
+    ] = SSH,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="The Python with manyhands on other hosts. (default: this path)"
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=MAX_SLOTS,
+            metavar="N",
+            help="Of this machine, or of each host for which the hostfile says nothing; 0 "
+            "without a hostfile: no agent here. (default: GPUs; without GPUs, 1)",
+        ),
+    ] = None,
+    user: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run jobs as this user, where root is.")
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="One JSON line on stdout when it is ready.")
+    ] = False,
+) -> None:
+    """Start a cluster: a coordinator, a hub for its jobs, and the agents of the hosts.
+
+    It says "Now, cluster is ready to accept training jobs." when it is. Ctrl-C, SIGTERM and
+    `manyhands down` end everything that it started: jobs get their grace, wait in the store, and
+    begin again at the next `manyhands up` with the same --state. A second Ctrl-C does not wait
+    for them. If it is killed, its agents and their jobs live on for a lease, and are taken up
+    again if it is started within.
+
+    Exit code: 0 taken down; 1 for an error of manyhands; 2 for something you typed.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    settings = UpSettings(
+        state=(default_state() if state is None else state).expanduser().absolute(),
+        logdir=logdir.expanduser().absolute(),
+        bind=bind,
+        advertise=advertise,
+        hosts=hosts_of(hostfile, slots),
+        lease_s=parse_duration(lease, what="--lease"),
+        ssh=parse_ssh(ssh),
+        python=python or "",
+        user=user,
+    )
+    with News() as news:
+        serve(Up(settings, say=_say), news, lambda up, ready: announce(up, ready, json_output))
+    if not json_output:
+        print("the cluster is down")
+
+
+def hosts_of(hostfile: Path | None, slots: int | None) -> tuple[HostLine, ...]:
+    """Where agents are started. Raises SettingsError."""
+    if hostfile is None:
+        if slots == 0:
+            return ()
+        name = socket.gethostname().split(".")[0]
+        name = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in name)
+        return (HostLine(address="127.0.0.1", name=name.lstrip("_.-")[:64] or "here", slots=slots),)
+    return tuple(
+        host
+        if host.gpus or host.slots is not None or not slots
+        else HostLine(address=host.address, name=host.name, slots=slots, line=host.line)
+        for host in read_hostfile(hostfile)
+    )
+
+
+class News:
+    """Signals, and the end of the work, as things to wait for in the main thread.
+
+    A handler does no more than put a number into a queue: it may interrupt anything. A stop that
+    was ignored before (nohup, a shell's background job) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        # A SimpleQueue may be put into while it is being put into.
+        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        for number in _STOPS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType] - it was one
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._queue.put(number)
+
+    def done(self) -> None:
+        """The work is over; from any thread."""
+        self._queue.put(None)
+
+    def next(self) -> signal.Signals | None:
+        """Blocks: the next signal, or None when the work is over."""
+        number = self._queue.get()
+        return None if number is None else signal.Signals(number)
+
+
+def serve(up: Up, news: News, announce: Callable[[Up, Ready], None]) -> None:
+    """Run the cluster in a thread, and listen to signals in this one. Raises what fails there."""
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            _live(up, announce)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the main thread
+            failures.append(error)
+        finally:
+            news.done()
+
+    usual = threading.excepthook
+    threading.excepthook = lambda args: _stop_for(args, up, usual, failures)
+    thread = threading.Thread(target=work, name="up")
+    thread.start()
+    try:
+        while (number := news.next()) is not None:
+            if up.is_stopping:
+                # A terminal that closes may say so twice.
+                if number != signal.SIGHUP:
+                    _say("a second signal: nobody waits for jobs any more")
+                    up.hurry()
+            else:
+                _say(f"{number.name}: going down; a second one does not wait for jobs")
+                up.stop(number.name)
+    finally:
+        thread.join()
+        threading.excepthook = usual
+    if failures:
+        raise failures[0]
+
+
+def _live(up: Up, announce: Callable[[Up, Ready], None]) -> None:
+    with up:
+        try:
+            ready = up.until_ready()
+            if ready is not None:
+                announce(up, ready)
+                up.until_stopped()
+        finally:
+            for trouble in up.end():
+                _say(f"warning: {trouble}")
+
+
+def _stop_for(
+    what: threading.ExceptHookArgs,
+    up: Up,
+    usual: Callable[[threading.ExceptHookArgs], object],
+    failures: list[BaseException],
+) -> None:
+    """A thread of the hub, the server or the coordinator has failed: so has the cluster."""
+    usual(what)
+    name = what.exc_type.__name__
+    failures.append(ManyhandsError(f"a part of the cluster failed ({name}); its error is above"))
+    up.stop(f"{name} in a part of the cluster")
+
+
+def announce(up: Up, ready: Ready, json_output: bool) -> None:
+    """Say that it is ready, and what to type. The code is a secret, told here by intent."""
+    settings = up.settings
+    for trouble in ready.missing:
+        _say(f"warning: no agent of {trouble}\n  it is tried again")
+    if json_output:
+        said = {
+            "url": up.url,
+            "code": up.join_code,
+            "state": str(settings.state),
+            "logdir": str(settings.logdir),
+            "hosts": {node.name: len(node.slots) for node in ready.nodes},
+            "missing": [trouble.host for trouble in ready.missing],
+        }
+        print(json.dumps(said), flush=True)
+        return
+    more = (
+        "" if settings.state == default_state() else f" --state {shlex.quote(str(settings.state))}"
+    )
+    where = " (this machine only; for others: --bind 0.0.0.0)" if settings.is_local else ""
+    print(f"coordinator  {up.url}{where}")
+    for node in ready.nodes:
+        print(f"host         {node.name}: {slots_of(node.slots)}")
+    print(f"logs         {settings.logdir}")
+    print(f"state        {settings.state}\n")
+    print(f"join code, for manyhands agent (a secret):\n\n    {up.join_code}\n")
+    print(f"submit a job:   manyhands submit{more} --gpus 1 -- python train.py")
+    print(f"look at it:     manyhands jobs{more}; manyhands logs{more} ID -f")
+    print(f"take it down:   Ctrl-C, or manyhands down{more}\n")
+    print(READY_LINE, flush=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,289 @@
+"""An attempt, as the agent has it: ready, running under a keeper, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+from manyhands.cluster import keeper
+from manyhands.cluster.comparison import Held
+from manyhands.cluster.job import Failure
+from manyhands.cluster.ledger import Key, Record, read_record
+from manyhands.cluster.messages import Holding, Phase, RankEnd, Want
+from manyhands.cluster.words import words_of
+
+KEEPER_PATIENCE_S = 10.0
+"""For a keeper to be gone after everything under it was to be killed."""
+AGENT_STOPPED = "the agent was stopped"
+AGENT_KILLED = "the agent was killed"
+KEEPER_KILLED = "the keeper was killed"
+LEASE_ENDED = "the lease ended: the coordinator did not answer"
+_SCRIPT = os.path.abspath(keeper.__file__)
+
+
+class Attempt:
+    """One thread. `phase` is ENDED only when no process of it is left."""
+
+    def __init__(self, key: Key, host: str, folder: Path) -> None:
+        self.key, self._host, self.folder = key, host, folder
+        self.phase = Phase.READY
+        self.stopping = False
+        self.orphaned = False
+        """Its keeper was killed: what it had kept is the agent's now."""
+        self.overdue_s: float | None = None
+        """When a keeper that was told to end is to be gone."""
+        self.log_settled = False
+        self.logs: dict[int, Path] = {}
+        self._own_will = ""
+        self._lost = ""
+        self._words: str | None = None
+        self._port: socket.socket | None = None
+        self._number = 0
+        self._keeper: Popen[bytes] | None = None
+        self._read = b""
+        self._record = Record()
+
+    @classmethod
+    def lost(cls, key: Key, host: str, folder: Path, why: str) -> Attempt:
+        """One that cannot be begun, or of which the end was not seen."""
+        attempt = cls(key, host, folder)
+        attempt._end(why)
+        return attempt
+
+    @classmethod
+    def declined(cls, key: Key, host: str, folder: Path) -> Attempt:
+        """One that was to end before it was begun."""
+        return cls.lost(key, host, folder, "")
+
+    @classmethod
+    def left(cls, key: Key, host: str, folder: Path, record: Record) -> Attempt:
+        """One of an agent before this one, of which nothing runs any more."""
+        attempt = cls(key, host, folder)
+        attempt._record = record
+        by_itself = record.done and record.cause in ("", "failure")
+        # By name: which ranks there were need not have been written.
+        for log in folder.glob("rank-*.log"):
+            attempt.logs[int(log.stem.removeprefix("rank-"))] = log
+        attempt._end("" if by_itself else AGENT_KILLED)
+        return attempt
+
+    @property
+    def held(self) -> Held:
+        """For `compare`."""
+        return Held(self.phase, self.stopping, self.log_settled or not self.logs)
+
+    @property
+    def keeper_pid(self) -> int | None:
+        """While it lives, or is not waited for."""
+        return None if self._keeper is None else self._keeper.pid
+
+    def fileno(self) -> int:
+        """The keeper's reports, for a selector. Only while it runs."""
+        assert self._keeper is not None
+        assert self._keeper.stdout is not None
+        return self._keeper.stdout.fileno()
+
+    def reserve_port(self) -> None:
+        """A free port for rank 0, kept from others until the attempt starts."""
+        # Bound, not listening: a rank of another host that comes too early is refused, as by a rank
+        # 0 that is not there yet, and tries again.
+        self._port = socket.socket()
+        self._port.bind(("", 0))
+        self._number = self._port.getsockname()[1]
+
+    def start(self, order: keeper.Order, environment: dict[str, str], lock: int) -> None:
+        """Hand the order to a new keeper, with the lock (which is closed here). Raises OSError."""
+        self._release_port()
+        self.logs = {rank["rank"]: Path(rank["log"]) for rank in order["ranks"]}
+        try:
+            # In a file, not through the pipe: a keeper that does not read would keep us waiting.
+            keeper.write_atomically(str(self.folder / keeper.ORDER), json.dumps(order).encode())
+            with (self.folder / "keeper.log").open("ab") as errors:
+                self._keeper = Popen(  # noqa: S603 (our own file)
+                    [sys.executable, "-I", "-S", _SCRIPT, str(self.folder), str(lock)],
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=errors,
+                    env=environment,
+                    pass_fds=(lock,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(lock)
+        assert self._keeper.stdin is not None
+        os.set_blocking(self._keeper.stdin.fileno(), False)
+        os.set_blocking(self.fileno(), False)
+        self.phase = Phase.RUNNING
+
+    def stop(self, grace_s: float, now_s: float, *, why: str = "") -> None:
+        """`why`: the agent's own reason, where the coordinator does not want it."""
+        self.stopping = True
+        if self.phase is Phase.READY:
+            self._end(why)
+        elif self.phase is Phase.RUNNING:
+            self._own_will = self._own_will or why
+            self._tell(f"stop {grace_s!r}" if grace_s > 0 else "kill")
+            overdue_s = now_s + grace_s + KEEPER_PATIENCE_S
+            self.overdue_s = min(self.overdue_s or overdue_s, overdue_s)
+
+    def renew(self, until_s: float) -> None:
+        """The lease is longer now."""
+        if self.phase is Phase.RUNNING:
+            self._tell(f"lease {until_s!r}")
+
+    def hear(self) -> bool:
+        """Read what the keeper says; whether it has said its last. Then `settle`."""
+        while True:
+            try:
+                data = os.read(self.fileno(), 65536)
+            except BlockingIOError:
+                return False
+            if not data:
+                return True
+            *lines, self._read = (self._read + data).split(b"\n")
+            for line in lines:
+                self._note(read_record(line or self._record_file()))
+
+    def settle(self) -> None:
+        """The keeper is gone: take its word, or the lack of it."""
+        assert self._keeper is not None
+        self._close_pipes()
+        self._keeper.wait()  # it has closed its end: it is dead, or about to be
+        self._keeper = None
+        on_disk = read_record(self._record_file())
+        if on_disk.done or len(on_disk.ends) > len(self._record.ends):
+            self._note(on_disk)
+        if self._record.done:
+            self._end(self._reason())
+        else:
+            self.orphaned = True
+            for group in self._record.groups if sys.platform != "linux" else ():
+                keeper.signal_group(group, signal.SIGKILL)
+
+    def bury(self) -> None:
+        """What a killed keeper left is gone too."""
+        assert self.orphaned
+        self.orphaned = False
+        self._end(self._reason() or KEEPER_KILLED)
+
+    def kill_keeper(self) -> None:
+        """It did not do as it was told: what it kept comes to the agent."""
+        self.overdue_s = None
+        if self._keeper is not None:
+            self._keeper.kill()
+
+    def close(self) -> None:
+        """Give up the port; a keeper that runs kills all, and is waited for."""
+        self._release_port()
+        if self._keeper is not None:
+            self._close_pipes()
+            self._keeper.wait()
+            self._keeper = None
+
+    def holding(self) -> Holding:
+        """As it is reported."""
+        failed = self._record.failed
+        return Holding(
+            job=self.key.job,
+            attempt=self.key.attempt,
+            phase=self.phase,
+            port=self._number,
+            ended=tuple(
+                RankEnd(rank=end.rank, exit_code=end.exit_code, at_s=end.at_s)
+                for end in self._record.ends
+            ),
+            failure=None
+            if failed is None
+            else Failure(
+                rank=failed.rank,
+                host=self._host,
+                exit_code=failed.exit_code,
+                words=self._words or "",
+            ),
+            lost=self._lost,
+        )
+
+    def _reason(self) -> str:
+        """Why the end says nothing about the command; empty if it does, or was wished for."""
+        reasons = {
+            "lease": LEASE_ENDED,
+            "agent": AGENT_KILLED,
+            "error": self._record.error,
+            "stop": self._own_will,
+        }
+        return reasons.get(self._record.cause, "")
+
+    def _note(self, record: Record) -> None:
+        self._record = record
+        if record.failed is not None and self._words is None:
+            self._words = words_of(self.folder / f"rank-{record.failed.rank}.log")
+
+    def _record_file(self) -> bytes:
+        try:
+            return (self.folder / keeper.RECORD).read_bytes()
+        except OSError:
+            return b""
+
+    def _end(self, lost: str) -> None:
+        self._release_port()
+        self.overdue_s = None
+        # A rank that failed by itself did so whatever came after.
+        self._lost = lost if self._record.failed is None else ""
+        if self._record.failed is not None and self._words is None:
+            self._note(self._record)
+        self.phase = Phase.ENDED
+
+    def _tell(self, line: str) -> None:
+        if self._keeper is None:  # killed, and what it left is being ended
+            return
+        assert self._keeper.stdin is not None
+        # A dead keeper is seen by its other pipe, one that does not read by `overdue_s`.
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            os.write(self._keeper.stdin.fileno(), line.encode() + b"\n")
+
+    def _close_pipes(self) -> None:
+        assert self._keeper is not None
+        for pipe in (self._keeper.stdin, self._keeper.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def _release_port(self) -> None:
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+
+
+def order_of(
+    want: Want,
+    environments: dict[int, dict[str, str]],
+    cores: dict[int, list[int]],
+    *,
+    folder: Path,
+    workdir: str,
+    lease_until_s: float,
+    user: keeper.User | None,
+) -> keeper.Order:
+    """What the keeper is to run. `cores` by rank."""
+    return keeper.Order(
+        command=list(want.task.spec.command),
+        workdir=workdir,
+        ranks=[
+            keeper.Rank(
+                rank=rank,
+                environment=environment,
+                cores=cores[rank],
+                log=str(folder / f"rank-{rank}.log"),
+            )
+            for rank, environment in environments.items()
+        ],
+        grace_s=want.task.spec.grace_s,
+        lease_until_s=lease_until_s,
+        user=user,
+    )

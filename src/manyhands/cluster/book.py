@@ -1,0 +1,490 @@
+"""The book: all jobs that are not over, all hosts, and what follows from what is said of them.
+
+    submit, cancel, leave   users ─┐
+    hello, status           agents ┼─► facts ─► settle: each job's next steps ─► drain: to the store
+    watch                   time ──┘
+    ask ─► decide ─► adopt             placements, preemptions, why the rest waits
+    refresh ─► tell                    what each agent hears
+
+Pure: no I/O and no clock. What a job does next is a function of the job and of what its hosts hold
+now, never of the order in which that was said; so every fact may come twice, or late, and a step
+that could not be stored (`undo`) is found again by the next `watch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from manyhands.cluster import part
+from manyhands.cluster.errors import (
+    BadReport,
+    HostTaken,
+    KeyTaken,
+    NoSuchJob,
+    NotAHost,
+    Unplaceable,
+)
+from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status, ranks_of
+from manyhands.cluster.job import PLACED, Ending, Failure, Job, Place, Spec, State, moved, noted
+from manyhands.cluster.jobs import Changes, Jobs
+from manyhands.cluster.messages import Hello, Status, Task, Want, Wants
+from manyhands.cluster.schedule import Decisions, Entry
+from manyhands.cluster.schedule import Host as Offer
+from manyhands.cluster.submission import checked, checked_key
+
+FORGET_S = 3600.0
+"""A host that has been silent for so long is not one of the cluster's any more."""
+MAX_HOSTS = 10_000
+
+Decide = Callable[[float, Sequence[Offer], Sequence[Entry]], Decisions]
+
+
+def no_hub(job: int) -> tuple[str, str]:
+    """A cluster without a hub: jobs get neither join code nor run."""
+    return "", ""
+
+
+class Book:
+    """See the module. Not thread-safe; times are seconds of one clock that does not go back."""
+
+    def __init__(
+        self,
+        decide: Decide,
+        *,
+        now_s: float,
+        lease_s: float,
+        margin_s: float,
+        jobs: Iterable[Job] = (),
+        hosts: Iterable[Hello] = (),
+        next_id: int = 1,
+        version: int = 0,
+        hub: Callable[[int], tuple[str, str]] = no_hub,
+    ) -> None:
+        self.decide = decide
+        self.patience_s = lease_s + margin_s
+        self.waits: Mapping[int, str] = {}
+        self.is_leaving = False
+        self.is_stale = True
+        """Whether anything happened that the schedule should look at."""
+        self._hub = hub
+        self._version = version
+        self._jobs = Jobs(jobs, next_id)
+        self._hosts = {hello.host: Host(hello, now_s) for hello in hosts}
+        self._stirred: set[str] = set(self._hosts)
+        self._hosts_before: dict[str, tuple[Host, Hello] | None] = {}
+
+    # -- what is asked ---------------------------------------------------------------------------
+
+    @property
+    def live(self) -> Collection[Job]:
+        """All jobs that are not over."""
+        return self._jobs.live.values()
+
+    @property
+    def placed(self) -> Sequence[Job]:
+        """All jobs that have slots."""
+        return self._jobs.placed
+
+    def job(self, id: int) -> Job | None:
+        """A job that is not over, with why it waits; None if it is over, or never was."""
+        job = self._jobs.live.get(id)
+        if job is None or job.state is not State.PENDING or job.id not in self.waits:
+            return job
+        return msgspec.structs.replace(job, reason=self.waits[job.id])
+
+    def nodes(self) -> Sequence[Node]:
+        """All hosts, by name."""
+        return [
+            Node(
+                name=name,
+                address=host.hello.address,
+                state=host.state(leaving=self.is_leaving),
+                slots=host.hello.slots,
+                origin=host.hello.origin,
+                heard_s=host.heard_s,
+                busy={str(slot): id for slot, id in sorted(self._busy(name).items())},
+                version=host.hello.version,
+            )
+            for name, host in sorted(self._hosts.items())
+        ]
+
+    def lingering(self) -> tuple[Sequence[int], Sequence[str]]:
+        """Jobs that still have slots, and hosts that have not been told to leave."""
+        hosts = [
+            name
+            for name, host in sorted(self._hosts.items())
+            if host.silent_since_s is None and not host.is_dismissed
+        ]
+        return [job.id for job in self.placed], hosts
+
+    def next_due_s(self) -> float | None:
+        """When `watch` has something to do, if nothing happens before."""
+        due = [
+            host.heard_s + self.patience_s
+            if host.silent_since_s is None
+            else host.silent_since_s + FORGET_S
+            for name, host in self._hosts.items()
+            if host.silent_since_s is None or not self._jobs.on(name)
+        ]
+        due += [
+            job.started_s + job.spec.time_s
+            for job in self.placed
+            if job.ending is None and job.spec.time_s is not None and job.started_s is not None
+        ]
+        return min(due, default=None)
+
+    # -- users -----------------------------------------------------------------------------------
+
+    def submit(
+        self, spec: Spec, key: str, now_s: float, *, known: Job | None = None
+    ) -> tuple[Job, bool]:
+        """A new job and True, or the one that has this key (`known`, if that is over) and False.
+
+        Raises BadJob, Unplaceable, KeyTaken; nothing has changed then.
+        """
+        spec = checked(spec)
+        if checked_key(key) and (known := self._jobs.by_key(key) or known) is not None:
+            if known.spec != spec:
+                raise KeyTaken(key, known.id)
+            return known, False
+        self._check_slots(spec)
+        job = Job(id=self._jobs.next_id, spec=spec, key=key, reason="submitted", submitted_s=now_s)
+        self._jobs.next_id += 1
+        return self._put(job, now_s), True
+
+    def cancel(self, id: int, now_s: float) -> Job:
+        """End it; what has ended first stays as it ended. Raises NoSuchJob if it is over."""
+        job = self._jobs.live.get(id)
+        if job is None:
+            raise NoSuchJob(id)
+        if job.state is State.PENDING:
+            return self._close(job, State.CANCELLED, "cancelled while it waited", now_s)
+        if job.ending is None or job.ending.into is not State.CANCELLED:
+            self._end(job, State.CANCELLED, "cancelled", now_s)
+            self._settle(id, now_s)
+        return self._jobs.changed.get(id, job)
+
+    def leave(self, now_s: float) -> None:
+        """The cluster goes down: nothing new is placed, and everything that runs is to end."""
+        self.is_leaving = True
+        self._stirred.update(self._hosts)
+        self.watch(now_s)
+
+    def forget_hosts(self) -> None:
+        """All have left: who comes next is the cluster's hosts."""
+        for name in list(self._hosts):
+            self._forget(name)
+
+    # -- agents ----------------------------------------------------------------------------------
+
+    def hello(self, hello: Hello, now_s: float) -> None:
+        """An agent comes, or comes back. Raises BadReport, HostTaken."""
+        check_hello(hello)
+        name, old = hello.host, self._hosts.get(hello.host)
+        if old is None and len(self._hosts) >= MAX_HOSTS:
+            raise BadReport(f"the cluster has {MAX_HOSTS} hosts, and takes no more")
+        if old is not None and old.hello.agent == hello.agent:
+            if old.hello != hello:
+                self._remember(name)
+                old.hello = hello
+            old.heard(now_s)
+        else:
+            if old is not None and not old.is_broken and now_s < old.heard_s + self.patience_s:
+                raise HostTaken(name)
+            self._remember(name)
+            self._hosts[name] = host = Host(hello, now_s, is_broken=False)
+            if old is not None:
+                # It has ended what an agent before it left; of some it may still know how.
+                host.fresh = set(old.fresh)
+                host.inherited = set(self._wanted(name)) - host.fresh
+        self._stirred.add(name)
+        # Others dial this host for rank 0: its address may be another now.
+        self._stirred.update(place.host for job in self._jobs.on(name) for place in job.places)
+        self.is_stale = True
+
+    def status(self, name: str, status: Status, now_s: float) -> None:
+        """An agent says all that it holds. Raises BadReport, NotAHost."""
+        check_status(status)
+        host = self.host(name, status.agent, now_s)
+        was_usable = host.is_usable
+        host.take(status, self._wanted(name))
+        self.is_stale = self.is_stale or host.is_usable != was_usable
+        for job in self._jobs.on(name):
+            if job.places[0].host == name:  # it may have a port now, which all wait for
+                self._stirred.update(place.host for place in job.places)
+            self._settle(job.id, now_s)
+
+    def host(self, name: str, agent: str, now_s: float) -> Host:
+        """The host, which this agent holds and has just spoken for. Raises NotAHost."""
+        host = self._hosts.get(name)
+        if host is None or host.hello.agent != agent:
+            raise NotAHost(name)
+        host.heard(now_s)
+        return host
+
+    def broke(self, name: str, agent: str) -> None:
+        """The line to this agent has ended: another may come for its host."""
+        host = self._hosts.get(name)
+        if host is not None and host.hello.agent == agent:
+            host.is_broken = True
+
+    def wants(self, name: str, agent: str) -> Wants:
+        """What this agent is to hold, without telling it. Raises NotAHost."""
+        host = self._hosts.get(name)
+        if host is None or host.hello.agent != agent:
+            raise NotAHost(name)
+        return host.wants
+
+    def tell(self, name: str) -> Wants:
+        """What the agent is to hold; from now on it may act on it."""
+        return self._hosts[name].tell(self.is_leaving)
+
+    def refresh(self) -> Collection[str]:
+        """Work out what is wanted of the hosts that something changed for, when that is stored.
+
+        Returns those of them that have something new to hear.
+        """
+        stirred = self._stirred | self._jobs.stirred
+        self._stirred, self._jobs.stirred = set(), set()
+        return [name for name in stirred if name in self._hosts and self._refresh(name)]
+
+    # -- time, and the schedule ------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        """`watch`, then everything that the schedule decides."""
+        self.watch(now_s)
+        self.adopt(self.decide(now_s, *self.ask()), now_s)
+
+    def watch(self, now_s: float) -> None:
+        """Find who has been silent for too long, and what has run for too long."""
+        for name, host in list(self._hosts.items()):
+            if host.silent_since_s is None and now_s >= host.heard_s + self.patience_s:
+                host.fall_silent(now_s)
+                self.is_stale = True
+            elif host.silent_since_s is not None and now_s >= host.silent_since_s + FORGET_S:
+                self._forget(name)
+        for job in self.placed:
+            if self.is_leaving and job.ending is None:
+                self._end(job, State.PREEMPTED, "the cluster was taken down", now_s)
+            self._settle(job.id, now_s)
+
+    def ask(self) -> tuple[Sequence[Offer], Sequence[Entry]]:
+        """What the schedule is to decide on."""
+        self.is_stale = False
+        offers = [
+            Offer(name, tuple(slot.index for slot in host.hello.slots))
+            for name, host in sorted(self._hosts.items())
+            if host.is_usable and not self.is_leaving
+        ]
+        entries = [
+            Entry(
+                id=job.id,
+                slots=job.spec.gpus,
+                priority=job.spec.priority,
+                queued_s=job.submitted_s,
+                limit_s=job.spec.time_s,
+                grace_s=job.spec.grace_s,
+                places=job.places,
+                started_s=job.started_s,
+                ending=job.ending is not None,
+            )
+            for job in self.live
+        ]
+        return offers, entries
+
+    def adopt(self, decisions: Decisions, now_s: float) -> None:
+        """Do what was decided, as far as it still holds: things may have changed meanwhile."""
+        for victim, winner in decisions.preempt:
+            job = self._jobs.live.get(victim)
+            if job is not None and job.state in PLACED and job.ending is None:
+                self._end(job, State.PREEMPTED, f"makes room for job {winner}", now_s)
+                self._settle(victim, now_s)
+        was_stale = self.is_stale
+        for id, places in decisions.place:
+            job = self._jobs.live.get(id)
+            if job is not None and job.state is State.PENDING and self._is_free(job, places):
+                self._place(job, places, now_s)
+        self.waits = dict(decisions.waits)
+        self.is_stale = was_stale  # what the schedule placed is nothing new to it
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def drain(self) -> Changes:
+        """All that changed since `keep` or `undo`, to be stored as one."""
+        there = [(name, self._hosts.get(name)) for name in self._hosts_before]
+        return Changes(
+            jobs=tuple(self._jobs.changed.values()),
+            steps=tuple(self._jobs.steps),
+            hosts=tuple(host.hello for _, host in there if host is not None),
+            gone=tuple(name for name, host in there if host is None),
+        )
+
+    def keep(self) -> None:
+        """What was drained is stored."""
+        self._jobs.keep()
+        self._hosts_before = {}
+
+    def undo(self) -> None:
+        """What was drained could not be stored: nothing has changed."""
+        self._jobs.undo()
+        for name, before in self._hosts_before.items():
+            if before is None:
+                self._hosts.pop(name, None)
+            else:
+                self._hosts[name], self._hosts[name].hello = before
+            self._stirred.add(name)
+        self._hosts_before = {}
+        self.is_stale = True
+
+    def _put(self, job: Job, now_s: float) -> Job:
+        self.is_stale = True
+        return self._jobs.put(job, now_s)
+
+    def _remember(self, name: str) -> None:
+        host = self._hosts.get(name)
+        self._hosts_before.setdefault(name, None if host is None else (host, host.hello))
+
+    def _forget(self, name: str) -> None:
+        if not self._jobs.on(name):
+            self._remember(name)
+            del self._hosts[name]
+
+    # -- the life of a job -----------------------------------------------------------------------
+
+    def _place(self, job: Job, places: tuple[Place, ...], now_s: float) -> None:
+        # Every way back to PENDING counts in one of the two: no attempt has its number twice.
+        attempt = job.node_failures + job.preemptions
+        for place in places:
+            self._hosts[place.host].fresh.add((job.id, attempt))
+        reason = "placed on " + ", ".join(place.host for place in places)
+        changes: dict[str, object] = {"attempt": attempt, "places": places, "started_s": now_s}
+        self._put(moved(job, State.STARTING, reason, failure=None, **changes), now_s)
+
+    def _end(
+        self, job: Job, into: State, reason: str, now_s: float, failure: Failure | None = None
+    ) -> None:
+        """Ask all hosts to end it; it is `into` when the last process is gone."""
+        for place in job.places if job.ending is None else ():
+            if (host := self._hosts.get(place.host)) is not None:
+                host.untold.add((job.id, job.attempt))
+        ending = Ending(into=into, reason=reason, since_s=now_s)
+        self._put(noted(job, ending=ending, failure=failure or job.failure), now_s)
+
+    def _settle(self, id: int, now_s: float) -> None:
+        """Every step of a placed job that follows from what its hosts hold."""
+        job = self._jobs.live.get(id)
+        if job is None or job.state not in PLACED:
+            return
+        parts = self._parts(job)
+        if job.state is State.STARTING and all(one.has_begun for one in parts):
+            job = self._put(moved(job, State.RUNNING, "all ranks run"), now_s)
+        verdict = part.verdict(job, parts, now_s)
+        if verdict is not None:
+            self._end(job, verdict.into, verdict.reason, now_s, verdict.failure)
+            job = self._jobs.live[id]
+            parts = self._parts(job)  # what nobody has been told of is gone at once
+        if all(one.is_gone for one in parts):
+            self._finish(job, parts, now_s)
+
+    def _finish(self, job: Job, parts: Sequence[part.Part], now_s: float) -> None:
+        """All its processes are gone."""
+        ended_first = all(one.has_ended and one.is_untold for one in parts)
+        ending, failure = job.ending, part.first_failure(parts) or job.failure
+        if (ending is None or ended_first) and all(one.is_clean for one in parts):
+            self._close(job, State.SUCCEEDED, "all ranks ended with exit code 0", now_s)
+            return
+        assert ending is not None, "what is gone without an end of its own was judged before"
+        if ended_first and failure is not None and ending.into is not State.NODE_FAIL:
+            self._close(job, State.FAILED, part.describe(failure), now_s, failure)
+        elif ending.into is State.PREEMPTED:
+            self._requeue(job, ending, now_s, preemptions=job.preemptions + 1)
+        elif ending.into is State.NODE_FAIL:
+            self._requeue(job, ending, now_s, node_failures=job.node_failures + 1)
+        else:
+            self._close(job, ending.into, ending.reason, now_s)
+
+    def _requeue(self, job: Job, ending: Ending, now_s: float, **count: int) -> None:
+        out: dict[str, object] = {"places": (), "ending": None, "started_s": None}
+        job = self._put(moved(job, ending.into, ending.reason, **out, **count), now_s)
+        most = job.spec.max_restarts
+        if ending.into is State.NODE_FAIL and job.node_failures > most:
+            why = f"{ending.reason}; it may begin again {most} times, and has"
+            self._close(job, State.FAILED, why, now_s)
+        else:
+            self._put(moved(job, State.PENDING, f"to run again: {ending.reason}"), now_s)
+
+    def _close(
+        self, job: Job, into: State, reason: str, now_s: float, failure: Failure | None = None
+    ) -> Job:
+        failure = failure or job.failure
+        end: dict[str, object] = {"ending": None, "ended_s": now_s, "failure": failure}
+        code = part.exit_code(into, failure)
+        return self._put(moved(job, into, reason, exit_code=code, **end), now_s)
+
+    # -- slots, and what is wanted of hosts --------------------------------------------------------
+
+    def _parts(self, job: Job) -> Sequence[part.Part]:
+        return [part.part_of(job, place.host, self._hosts.get(place.host)) for place in job.places]
+
+    def _busy(self, name: str) -> dict[int, int]:
+        return {
+            slot: job.id
+            for job in self._jobs.on(name)
+            for place in job.places
+            if place.host == name
+            for slot in place.slots
+        }
+
+    def _is_free(self, job: Job, places: Sequence[Place]) -> bool:
+        names = [place.host for place in places]
+        if self.is_leaving or len(set(names)) != len(names):
+            return False
+        if sum(len(set(place.slots)) for place in places) != job.spec.gpus:
+            return False
+        for place in places:
+            host = self._hosts.get(place.host)
+            if host is None or not host.is_usable or not place.slots:
+                return False
+            free = {slot.index for slot in host.hello.slots} - self._busy(place.host).keys()
+            if not free.issuperset(place.slots):
+                return False
+        return True
+
+    def _check_slots(self, spec: Spec) -> None:
+        has = {name: len(host.hello.slots) for name, host in sorted(self._hosts.items())}
+        if spec.gpus > sum(has.values()):
+            shown = [f"{name} has {count}" for name, count in list(has.items())[:8]]
+            if len(has) > len(shown):
+                shown.append(f"{len(has) - len(shown)} more hosts")
+            what = ", ".join(shown) or "no host has joined it"
+            raise Unplaceable(spec.gpus, sum(has.values()), what)
+
+    def _wanted(self, name: str) -> dict[Key, Job]:
+        return {(job.id, job.attempt): job for job in self._jobs.on(name)}
+
+    def _refresh(self, name: str) -> bool:
+        host, wanted = self._hosts[name], self._wanted(name)
+        host.prune(wanted)
+        wants = [self._want(job, name) for key, job in wanted.items() if not host.never(key, job)]
+        self._version += 1
+        return host.want(tuple(wants), leave=self.is_leaving, version=self._version)
+
+    def _want(self, job: Job, name: str) -> Want:
+        first = self._hosts.get(job.places[0].host)
+        slots = next(place.slots for place in job.places if place.host == name)
+        held = None if first is None else first.held.get((job.id, job.attempt))
+        hub, run = self._hub(job.id)
+        task = Task(
+            spec=job.spec,
+            ranks=tuple(zip(ranks_of(job, name), slots, strict=True)),
+            world_size=job.spec.gpus,
+            num_hosts=len(job.places),
+            rank_of_host=[place.host for place in job.places].index(name),
+            master_addr="" if first is None else first.hello.address,
+            master_port=0 if held is None else held.port,
+            hub=hub,
+            run=run,
+        )
+        return Want(job=job.id, attempt=job.attempt, task=task, stop=job.ending is not None)

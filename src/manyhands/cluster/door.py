@@ -1,0 +1,145 @@
+"""The door: connections, with an end to every wait that uvicorn leaves open.
+
+uvicorn bounds the time between two requests. It does not bound how long a connection may take to
+send its first byte or the rest of its headers, nor how long it may leave an answer unread, nor how
+many may do so; and it answers malformed requests in plain text. This does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from manyhands.cluster.desk import HttpError
+from manyhands.cluster.gate import HEADERS, KNOWN, error_body
+from manyhands.cluster.limits import HttpLimits
+
+
+class Door:
+    """Makes the protocol of each connection, and counts them. One event loop."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self.most = limits.most_connections()
+        self.num_connections = 0
+        self.num_strangers = 0
+
+    def protocol(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> asyncio.Protocol:
+        """What uvicorn calls for each connection."""
+        return _Connection(self, config, server_state, app_state, _loop)
+
+
+class _Connection(H11Protocol):
+    def __init__(
+        self,
+        door: Door,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._door = door
+        self._headers_due: asyncio.TimerHandle | None = None
+        self._reading_due: asyncio.TimerHandle | None = None
+        self._is_stranger = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        door = self._door
+        door.num_connections += 1
+        door.num_strangers += 1
+        super().connection_made(transport)
+        if door.num_connections > door.most or door.num_strangers > door.limits.strangers:
+            transport.abort()
+            return
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.num_connections -= 1
+        self._no_stranger()
+        self._headers_due = _cancelled(self._headers_due)
+        self._reading_due = _cancelled(self._reading_due)
+        # uvicorn leaves this timer running after a reset.
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_between_requests():
+            self._expect_headers()
+        super().data_received(data)
+        if not self._is_between_requests():
+            self._headers_due = _cancelled(self._headers_due)
+
+    def on_response_complete(self) -> None:
+        if self.scope.get(KNOWN):
+            self._no_stranger()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # Closing would wait for the same reader: the connection is dropped.
+        self._reading_due = self._later(self._door.limits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._reading_due = _cancelled(self._reading_due)
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn, where h11 has found the request malformed."""
+        is_answering = self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
+        if is_answering or not self._is_between_requests():
+            # In the middle of an answer, or of a long poll: there is no place for another.
+            self.transport.abort()
+            return
+        found = sys.exception()
+        hint = found.error_status_hint if isinstance(found, h11.RemoteProtocolError) else 400
+        status = 431 if hint == 431 else 400
+        message = "the headers are too long" if status == 431 else "this is not an HTTP request"
+        body = error_body(HttpError(status, "headers" if status == 431 else "request", message))
+        headers = [
+            *HEADERS,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        response = h11.Response(status_code=status, headers=headers)
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Not worth a line in the log each: the request is answered as if it had not asked."""
+
+    def _is_between_requests(self) -> bool:
+        # There is none before the first request, whatever uvicorn's types say.
+        return getattr(self.cycle, "response_complete", True)
+
+    def _expect_headers(self) -> None:
+        if self._headers_due is None:
+            self._headers_due = self._later(self._door.limits.headers_s, self.transport.abort)
+
+    def _later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(delay_s, act)
+
+    def _no_stranger(self) -> None:
+        if self._is_stranger:
+            self._is_stranger = False
+            self._door.num_strangers -= 1
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

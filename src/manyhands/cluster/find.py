@@ -1,0 +1,90 @@
+"""Finding a coordinator: argument > environment > state folder > default.
+
+MANYHANDS_COORDINATOR   HOST:PORT, a URL of it, or a user code mhc1-...
+MANYHANDS_TOKEN         the user token
+MANYHANDS_FINGERPRINT   of its certificate, where it is not on loopback
+STATE                   address, token and certificate, as `manyhands up` left them
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from manyhands.cluster.code import PREFIX, Code, read_code
+from manyhands.cluster.identity import ADDRESS, TOKEN, default_state, read_fingerprint, read_text
+from manyhands.cluster.routes import Role
+from manyhands.core.address import (
+    check_fingerprint,
+    host_port,
+    is_loopback,
+    redact,
+    split_host_port,
+)
+from manyhands.core.errors import AddressError, NoMeetingPoint
+
+PORT = 12347
+_DEFAULT = f"127.0.0.1:{PORT}"
+
+
+def find_coordinator(
+    address: str | None = None,
+    *,
+    token: str | None = None,
+    fingerprint: str | None = None,
+    state: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Code:
+    """Where the coordinator is and how to speak to it, as a user. Raises UsageError kinds."""
+    environ = os.environ if environ is None else environ
+    state = default_state() if state is None else state
+    given = address or environ.get("MANYHANDS_COORDINATOR") or ""
+    noted = read_text(state / ADDRESS)
+    if given.strip().startswith(PREFIX):
+        code = read_code(given)
+        if code.role is not Role.USER:
+            raise AddressError(
+                "this code lets agents join; it cannot submit jobs",
+                hint="use it with `manyhands agent`; users have the token in the state folder",
+            )
+        return code
+    host, port, scheme = _split(given or noted or _DEFAULT)
+    pin = check_fingerprint(fingerprint or environ.get("MANYHANDS_FINGERPRINT") or "")
+    is_noted = bool(noted) and _split(noted)[1:] == (port, "https")
+    if not pin and scheme != "http" and (scheme or is_noted or not is_loopback(host)):
+        pin = read_fingerprint(state)
+        if not pin:
+            raise AddressError(
+                f"{host_port(host, port)} is beyond this machine, and nothing says which "
+                "certificate its coordinator has",
+                hint="set MANYHANDS_FINGERPRINT, or use a user code",
+            )
+    if not pin and not is_loopback(host):
+        raise AddressError(
+            f"http://{host_port(host, port)} would carry the token in the clear",
+            hint="write https://, with MANYHANDS_FINGERPRINT",
+        )
+    token = token or environ.get("MANYHANDS_TOKEN") or read_text(state / TOKEN)
+    if not token:
+        raise NoMeetingPoint(
+            f"no token for the coordinator at {host_port(host, port)}",
+            hint=f"is it up? `manyhands up` leaves one in {state}; or set MANYHANDS_TOKEN",
+        )
+    if not token.isascii() or not token.isprintable():
+        raise AddressError("the token has characters that no token has", hint="copy it again")
+    return Code(role=Role.USER, host=host, port=port, token=token, fingerprint=pin)
+
+
+def _split(text: str) -> tuple[str, int, str]:
+    """HOST, PORT and the scheme if one is said."""
+    text = text.strip().strip("'\"")
+    scheme, sign, rest = text.partition("://")
+    if not sign:
+        scheme, rest = "", text
+    if scheme not in ("", "http", "https"):
+        raise AddressError(
+            f"{redact(text)!r} is not the address of a coordinator", hint="write HOST:PORT"
+        )
+    host, port = split_host_port(rest.removesuffix("/"), PORT)
+    return ("127.0.0.1" if host == "0.0.0.0" else host), port, scheme

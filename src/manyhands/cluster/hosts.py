@@ -1,0 +1,234 @@
+"""Hosts: what the coordinator knows of each, and what it believes of what their agents say.
+
+An agent may be wrong, old, or not ours. What it says about its own host is taken as far as it makes
+sense; it can say nothing about another host's part of a job. Nothing here has a clock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+import msgspec
+
+from manyhands.cluster.errors import BadReport
+from manyhands.cluster.job import MAX_SLOTS, NAME, Job
+from manyhands.cluster.messages import (
+    PROTOCOL,
+    Hello,
+    Holding,
+    Origin,
+    Phase,
+    Slot,
+    Status,
+    Want,
+    Wants,
+)
+
+MAX_HOLDINGS = 4 * MAX_SLOTS
+MAX_TEXT = 256
+MAX_WORDS = 8192
+_ORDER = {Phase.READY: 0, Phase.RUNNING: 1, Phase.ENDED: 2}
+
+NOTHING = Wants(version=0)
+Key = tuple[int, int]
+"""A job and its attempt."""
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A host, as users see it."""
+
+    name: str
+    address: str
+    state: str
+    """here; silent (beyond its lease); expected (known from before, not heard yet); clearing (it
+    still has processes of an attempt that is over); leaving."""
+    slots: tuple[Slot, ...]
+    origin: Origin
+    heard_s: float
+    """When its agent was last heard, in seconds of the epoch."""
+    busy: dict[str, int] = {}
+    """Index of a slot, as text -> the job that has it."""
+    version: str = ""
+
+
+@dataclass(eq=False)
+class Host:
+    """One host. Changed only by the book.
+
+    The sets hold what is certain: an attempt that is in none of them may have been given out.
+    """
+
+    hello: Hello
+    heard_s: float
+    held: dict[Key, Holding] = field(default_factory=dict[Key, Holding])
+    """The newest that its agent said of each attempt that is wanted here."""
+    inherited: set[Key] = field(default_factory=set[Key])
+    """Attempts that were given to an agent before this one: if it does not hold them, nobody
+    does."""
+    fresh: set[Key] = field(default_factory=set[Key])
+    """Attempts that no agent has been told of yet."""
+    untold: set[Key] = field(default_factory=set[Key])
+    """Attempts that are to stop, of which no agent has been told so yet."""
+    has_reported: bool = False
+    """Whether this agent has said what it holds since it came (back)."""
+    has_debris: bool = False
+    """Whether it holds processes of an attempt that nobody wants."""
+    is_broken: bool = True
+    """Whether the line to its agent is known to have ended, or has never been there."""
+    silent_since_s: float | None = None
+    is_dismissed: bool = False
+    """Whether its agent has been told to leave."""
+    wants: Wants = NOTHING
+
+    @property
+    def name(self) -> str:
+        """Of the host, in this cluster."""
+        return self.hello.host
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may be given something new."""
+        return self.has_reported and not self.has_debris and self.silent_since_s is None
+
+    def state(self, *, leaving: bool) -> str:
+        """In one word, for people: see Node."""
+        if self.silent_since_s is not None:
+            return "silent"
+        if leaving:
+            return "leaving"
+        if not self.has_reported:
+            return "expected"
+        return "clearing" if self.has_debris else "here"
+
+    def heard(self, now_s: float) -> None:
+        """Its agent has spoken."""
+        self.heard_s = max(self.heard_s, now_s)
+        self.silent_since_s = None
+        self.is_broken = False
+
+    def fall_silent(self, now_s: float) -> None:
+        """Its lease is over: what it holds is over too, and what it says next is all we know."""
+        self.silent_since_s = now_s
+        self.has_reported = False
+        self.is_broken = True
+
+    def prune(self, wanted: Mapping[Key, Job]) -> None:
+        """Forget every attempt but these."""
+        self.held = {key: held for key, held in self.held.items() if key in wanted}
+        for keys in (self.inherited, self.fresh, self.untold):
+            keys.intersection_update(wanted)
+
+    def never(self, key: Key, job: Job) -> bool:
+        """Whether its agent need never hear of this attempt: it is to end, and has not begun."""
+        return job.ending is not None and key in self.fresh
+
+    def take(self, status: Status, wanted: Mapping[Key, Job]) -> None:
+        """Believe what the agent says it holds, as far as it is wanted and makes sense.
+
+        Messages may overtake each other: an attempt never goes backwards, and one that the agent
+        has had does not vanish while it is wanted.
+        """
+        self.has_reported = True
+        self.has_debris = any(
+            holding.phase is not Phase.ENDED and (holding.job, holding.attempt) not in wanted
+            for holding in status.holdings
+        )
+        for holding in status.holdings:
+            key = (holding.job, holding.attempt)
+            if (job := wanted.get(key)) is None:
+                continue
+            believed = sane(holding, job, self.name)
+            if believed is not None:
+                self.fresh.discard(key)
+                self.held[key] = newer(self.held.get(key), believed)
+
+    def tell(self, leaving: bool) -> Wants:
+        """What to answer its agent; from here on it may have heard it."""
+        for want in self.wants.wants:
+            key = (want.job, want.attempt)
+            self.fresh.discard(key)
+            held = self.held.get(key)
+            if want.stop and (held is None or held.phase is not Phase.ENDED):
+                self.untold.discard(key)
+        self.is_dismissed = self.is_dismissed or leaving
+        return self.wants
+
+    def want(self, wants: tuple[Want, ...], *, leave: bool, version: int) -> bool:
+        """Set what is wanted of it; returns whether that is something new."""
+        if wants == self.wants.wants and leave == self.wants.leave and self.wants.version:
+            return False
+        self.wants = Wants(version=version, wants=wants, leave=leave)
+        return True
+
+
+def ranks_of(job: Job, host: str) -> range:
+    """The ranks that run on this host."""
+    first = 0
+    for place in job.places:
+        if place.host == host:
+            return range(first, first + len(place.slots))
+        first += len(place.slots)
+    return range(0)
+
+
+def sane(holding: Holding, job: Job, host: str) -> Holding | None:
+    """What an agent says of its part of a job, cut to size; None if it cannot be."""
+    ranks = ranks_of(job, host)
+    ended = [end.rank for end in holding.ended]
+    if len(set(ended)) != len(ended) or any(rank not in ranks for rank in ended):
+        return None
+    failure = holding.failure
+    if failure is not None:
+        if failure.rank not in ranks or not 1 <= failure.exit_code <= 255:
+            return None
+        failure = msgspec.structs.replace(failure, host=host, words=failure.words[-MAX_WORDS:])
+    if any(not 0 <= end.exit_code <= 255 or not isfinite(end.at_s) for end in holding.ended):
+        return None
+    if not 0 <= holding.port <= 65535:
+        return None
+    return msgspec.structs.replace(holding, failure=failure, lost=holding.lost[:MAX_TEXT])
+
+
+def newer(old: Holding | None, new: Holding) -> Holding:
+    """Of two things that one agent said of one attempt, the one that it said last."""
+    if old is None:
+        return new
+    if old.phase is Phase.ENDED:
+        return old
+    return new if _progress(new) >= _progress(old) else old
+
+
+def _progress(holding: Holding) -> tuple[int, bool, int]:
+    return _ORDER[holding.phase], holding.failure is not None, len(holding.ended)
+
+
+def check_hello(hello: Hello) -> None:
+    """Raises BadReport, and says what is wrong with it."""
+    if hello.protocol != PROTOCOL:
+        raise BadReport(
+            f"the agent speaks version {hello.protocol} of the protocol, and we {PROTOCOL}",
+            hint="install the same version of manyhands on both machines",
+        )
+    for what, name in (("host", hello.host), ("agent", hello.agent)):
+        if re.fullmatch(NAME, name) is None:
+            raise BadReport(
+                f"{name[:80]!r} cannot be the name of an {what}".replace("an host", "a host"),
+                hint="at most 64 letters, digits, '.', '_' and '-'; the first a letter or a digit",
+            )
+    if re.fullmatch(r"[A-Za-z0-9:._%-]{1,255}", hello.address) is None:
+        raise BadReport(f"{hello.address[:80]!r} is not an address")
+    indexes = [slot.index for slot in hello.slots]
+    if indexes != list(range(len(indexes))) or len(indexes) > MAX_SLOTS:
+        raise BadReport(f"slots have to be numbered from 0, and at most {MAX_SLOTS}")
+    texts = [hello.version, *(text for slot in hello.slots for text in (slot.device, slot.name))]
+    if any(len(text) > MAX_TEXT for text in texts):
+        raise BadReport(f"a text of more than {MAX_TEXT} characters in a hello")
+
+
+def check_status(status: Status) -> None:
+    """Raises BadReport for one that is too large to be looked at."""
+    if len(status.holdings) > MAX_HOLDINGS:
+        raise BadReport(f"{len(status.holdings)} holdings; {MAX_HOLDINGS} is the most")

@@ -1,0 +1,231 @@
+"""Logs: what the ranks of jobs wrote, on the coordinator's disk.
+
+    LOGDIR/job-17/attempt-0/rank-3.log
+
+The length of a file is the only record of how far it is: a coordinator that was killed in the
+middle of a write goes on from whatever the disk has. Files are opened for one read or write and
+closed again, so there are never more descriptors than callers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import NamedTuple
+
+from manyhands.core.errors import ManyhandsError, SettingsError
+
+RESERVE_BYTES = 64 << 20
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NUM_LOCKS = 64
+
+
+class LogError(ManyhandsError):
+    """A log cannot be written or read; `have` is its true length."""
+
+    def __init__(self, message: str, *, have: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.have = have
+
+
+class WrongOffset(LogError):
+    """The piece begins behind the end of what is there: something between is missing."""
+
+
+class OtherBytes(LogError):
+    """The piece repeats a part of the log, with other bytes."""
+
+
+class DiskFull(LogError):
+    """There is no room for the piece; what did fit is there."""
+
+
+class LogName(NamedTuple):
+    """Which log: numbers only, so that no name of a user's ever becomes a path."""
+
+    job: int
+    attempt: int
+    rank: int
+
+
+class Logs:
+    """The logs under one folder. All methods may be called from any thread.
+
+    `listen` has a function called after every growth, with the log's name: those who follow a
+    log wait for that.
+    """
+
+    def __init__(self, folder: Path, *, reserve_bytes: int = RESERVE_BYTES) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise SettingsError(
+                f"logs cannot be kept in {folder}: {error.strerror}",
+                hint="name a folder of yours with --logdir",
+            ) from None
+        self._folder = folder
+        self._reserve_bytes = reserve_bytes
+        self._locks = tuple(threading.Lock() for _ in range(_NUM_LOCKS))
+        self._listeners: tuple[Callable[[LogName], None], ...] = ()
+        self._listening = threading.Lock()
+
+    def path(self, name: LogName) -> Path:
+        """Where the log is, or would be."""
+        job, attempt, rank = (int(part) for part in name)
+        if min(job, attempt, rank) < 0:
+            raise ValueError(f"no log has a negative number: {name}")
+        return self._folder / f"job-{job}" / f"attempt-{attempt}" / f"rank-{rank}.log"
+
+    def length(self, name: LogName) -> int:
+        """How many bytes there are; 0 for a log that was never written."""
+        try:
+            return self.path(name).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def append(self, name: LogName, offset: int, data: bytes) -> int:
+        """Puts `data` at `offset` and returns the log's new length.
+
+        Bytes that are there already are compared, not written: a repeated piece changes nothing.
+        Raises WrongOffset, OtherBytes and DiskFull; each says how long the log is.
+        """
+        length = self.length(name)
+        grown = length
+        try:
+            with (
+                self._locks[hash(name) % _NUM_LOCKS],
+                _named(name, length),
+                _opened(self.path(name), writing=True) as file,
+            ):
+                length = os.fstat(file).st_size
+                known = _compare(file, name, length, offset, data)
+                if known < len(data):
+                    self._make_room(name, length, len(data) - known)
+                    grown = _write(file, length, memoryview(data)[known:], name)
+                else:
+                    grown = length
+        except DiskFull as error:
+            grown = error.have
+            raise
+        finally:
+            if grown > length:
+                for heard in self._listeners:
+                    heard(name)
+        return grown
+
+    def read(self, name: LogName, offset: int, limit: int) -> bytes:
+        """Up to `limit` bytes from `offset`; none behind the end."""
+        try:
+            with _named(name, 0), _opened(self.path(name), writing=False) as file:
+                return _read(file, offset, limit)
+        except FileNotFoundError:
+            return b""
+
+    def listen(self, heard: Callable[[LogName], None]) -> Callable[[], None]:
+        """Calls `heard` after every growth, from the thread that wrote; what is returned ends
+        it.
+        """
+        with self._listening:
+            self._listeners = (*self._listeners, heard)
+
+        def end() -> None:
+            with self._listening:
+                self._listeners = tuple(other for other in self._listeners if other is not heard)
+
+        return end
+
+    def _make_room(self, name: LogName, length: int, more: int) -> None:
+        """A job that prints without end must not take the last block from the job store."""
+        disk = os.statvfs(self._folder)
+        if disk.f_bavail * disk.f_frsize < self._reserve_bytes + more:
+            raise _full(name, length)
+
+
+def _show(name: LogName) -> str:
+    return f"of job {name.job}, attempt {name.attempt}, rank {name.rank}"
+
+
+def _full(name: LogName, length: int) -> DiskFull:
+    return DiskFull(
+        f"the coordinator's disk is full: log {_show(name)} stays at {length} bytes",
+        have=length,
+        hint="make room where --logdir is; the rest is sent then",
+    )
+
+
+def _compare(file: int, name: LogName, length: int, offset: int, data: bytes) -> int:
+    """How many bytes of `data` the log has already."""
+    if offset > length:
+        raise WrongOffset(
+            f"log {_show(name)} has {length} bytes; a piece at {offset} leaves a gap",
+            have=length,
+            hint=f"send it from {length}",
+        )
+    known = min(length - offset, len(data))
+    if known and _read(file, offset, known) != data[:known]:
+        raise OtherBytes(
+            f"log {_show(name)} has other bytes at {offset} than were sent now",
+            have=length,
+            hint="two agents write one log: end the older one",
+        )
+    return known
+
+
+@contextlib.contextmanager
+def _named(name: LogName, length: int) -> Generator[None]:
+    """What a disk can do to us has a name, too."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _full(name, length) from None
+        raise LogError(
+            f"log {_show(name)} cannot be used: {error.strerror}",
+            have=length,
+            hint="look at the disk and the permissions of --logdir",
+        ) from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path, *, writing: bool) -> Generator[int]:
+    # No symbolic link is followed: what is not a file of ours is not touched.
+    flags = (os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        if not writing:
+            raise
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = os.open(path, flags, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _read(file: int, offset: int, limit: int) -> bytes:
+    pieces: list[bytes] = []
+    while limit > 0 and (piece := os.pread(file, limit, offset)):
+        pieces.append(piece)
+        offset += len(piece)
+        limit -= len(piece)
+    return b"".join(pieces)
+
+
+def _write(file: int, length: int, data: memoryview, name: LogName) -> int:
+    while data:
+        try:
+            done = os.pwrite(file, data, length)
+        except OSError as error:
+            if error.errno in _FULL:
+                raise _full(name, length) from None
+            raise
+        length += done
+        data = data[done:]
+    return length

@@ -1,0 +1,155 @@
+"""Parts: what the hosts of a job say of it, and what that means for the whole. Pure.
+
+    a host's part of an attempt is gone   when its agent says that it has ended
+                                          when its lease is over, or another agent has its host
+                                          when it was never told of it
+
+A host that is lost makes the ranks of the others fail. Their failures come first, because a
+connection breaks sooner than a lease ends. So a failure is the job's own only if no other host of
+the job turns out to be lost before all is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from manyhands.cluster.hosts import Host, ranks_of
+from manyhands.cluster.job import Failure, Job, State
+from manyhands.cluster.messages import Holding, Phase
+
+
+class Part(NamedTuple):
+    """One host's part of a placed job."""
+
+    host: str
+    num_ranks: int
+    holding: Holding | None = None
+    is_gone: bool = False
+    """No process of it is left, and none will be."""
+    loss: str = ""
+    """Why it is gone, if that is the host's doing and not the program's."""
+    is_untold: bool = False
+    """Its agent has not been told to stop it, or only after it had ended."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Its agent says so."""
+        return self.holding is not None and self.holding.phase is Phase.ENDED
+
+    @property
+    def is_clean(self) -> bool:
+        """Every rank has ended, with exit code 0."""
+        held = self.holding
+        return (
+            held is not None
+            and held.phase is Phase.ENDED
+            and not held.lost
+            and held.failure is None
+            and len(held.ended) == self.num_ranks
+            and all(end.exit_code == 0 for end in held.ended)
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """Its ranks run, or have run."""
+        return self.is_clean or (self.holding is not None and self.holding.phase is Phase.RUNNING)
+
+
+class Verdict(NamedTuple):
+    """A job is to end, or to end otherwise than was thought."""
+
+    into: State
+    reason: str
+    failure: Failure | None = None
+
+
+def part_of(job: Job, name: str, host: Host | None) -> Part:
+    """What is known of this host's part."""
+    num_ranks = len(ranks_of(job, name))
+    if host is None:
+        return Part(name, num_ranks, is_gone=True, loss=f"host {name} is not known any more")
+    key = (job.id, job.attempt)
+    held = host.held.get(key)
+    part = Part(name, num_ranks, held, is_untold=key in host.untold)
+    if part.has_ended:
+        return part._replace(is_gone=True, loss=_loss_of_ended(job, part))
+    if host.silent_since_s is not None:
+        return part._replace(is_gone=True, loss=f"host {name} has not been heard for its lease")
+    if held is None and key in host.inherited and host.has_reported:
+        why = f"the agent of host {name} was replaced, and the new one knows nothing of it"
+        return part._replace(is_gone=True, loss=why)
+    if held is None and key in host.fresh and job.ending is not None:
+        return part._replace(is_gone=True)
+    return part
+
+
+def _loss_of_ended(job: Job, part: Part) -> str:
+    held = part.holding
+    assert held is not None
+    if held.lost:
+        return f"host {part.host}: {held.lost}"
+    if held.failure is None and not part.is_clean and job.ending is None:
+        return f"host {part.host} ended it without being asked to"
+    return ""
+
+
+def verdict(job: Job, parts: Sequence[Part], now_s: float) -> Verdict | None:
+    """How the job is to end, if that is new."""
+    failure = first_failure(parts)
+    if job.ending is None:
+        loss = next((part.loss for part in parts if part.loss), "")
+        if loss:
+            return Verdict(State.NODE_FAIL, loss)
+        if failure is not None:
+            return Verdict(State.FAILED, describe(failure), failure)
+        if _is_late(job, now_s) and not all(part.is_clean for part in parts):
+            return Verdict(State.TIMEOUT, f"it ran for its limit of {job.spec.time_s:g} s")
+    elif job.ending.into is State.FAILED:
+        failed_on = None if job.failure is None else job.failure.host
+        loss = next((part.loss for part in parts if part.loss and part.host != failed_on), "")
+        if loss:
+            return Verdict(State.NODE_FAIL, f"{loss} ({job.ending.reason})")
+        if failure is not None and failure != job.failure:
+            return Verdict(State.FAILED, describe(failure), failure)
+    return None
+
+
+def first_failure(parts: Sequence[Part]) -> Failure | None:
+    """Of the rank that failed first, by the clocks of the hosts."""
+    failures = [
+        (_ended_s(part.holding, part.holding.failure.rank), part.holding.failure)
+        for part in parts
+        if part.holding is not None and part.holding.failure is not None
+    ]
+    return min(failures, key=lambda one: (one[0], one[1].rank), default=(0.0, None))[1]
+
+
+def describe(failure: Failure) -> str:
+    """In one line."""
+    how = f"exit code {failure.exit_code}"
+    if failure.exit_code > 128:
+        how += f" (signal {failure.exit_code - 128})"
+    return f"rank {failure.rank} on {failure.host} failed with {how}"
+
+
+def exit_code(into: State, failure: Failure | None) -> int:
+    """Of the whole job."""
+    match into:
+        case State.SUCCEEDED:
+            return 0
+        case State.TIMEOUT:
+            return 124
+        case State.CANCELLED:
+            return 143
+        case _:
+            return 1 if failure is None else failure.exit_code
+
+
+def _ended_s(holding: Holding, rank: int) -> float:
+    return next((end.at_s for end in holding.ended if end.rank == rank), float("inf"))
+
+
+def _is_late(job: Job, now_s: float) -> bool:
+    limit_s, started_s = job.spec.time_s, job.started_s
+    return limit_s is not None and started_s is not None and now_s >= started_s + limit_s

@@ -1,0 +1,81 @@
+"""Whether the command of a job can be found, looked at where it is submitted.
+
+A job that waits an hour for its slots and then has no program is an hour lost. What is looked for
+is what a host would look for: it is right where hosts share disks with this machine, as most do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+
+from manyhands.core.errors import SettingsError
+
+ROUND = "--no-check, if it is there on the hosts"
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
+_LAUNCHERS = frozenset({"torchrun", "torchrun.exe", "mpirun", "mpiexec", "accelerate"})
+
+
+def check_command(command: Sequence[str], workdir: Path, path: str) -> None:
+    """Raises SettingsError if it cannot be run in `workdir` with `path` as PATH; says why."""
+    if not command:
+        raise SettingsError(
+            "there is no command to run", hint="manyhands submit --gpus 1 -- python train.py"
+        )
+    if not workdir.is_dir():
+        raise SettingsError(f"there is no folder {workdir}", hint=f"--workdir DIR; or {ROUND}")
+    program = command[0]
+    _check_program(program, workdir, path)
+    if PurePath(program).name in _LAUNCHERS:
+        raise SettingsError(
+            f"{program} starts processes, and so does the cluster: one for each of --gpus",
+            hint="leave it out (-- python train.py): torchrun's variables are set; "
+            "or --no-check, if you mean it",
+        )
+    if _PYTHON.fullmatch(PurePath(program).name) and (file := script_of(command[1:])) is not None:
+        _check_script(file, workdir)
+
+
+def script_of(arguments: Sequence[str]) -> str | None:
+    """The file that Python would run with these arguments; None for a module, code or none."""
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        if word in _WITH_VALUE:
+            left = left[1:]
+        elif word == "-" or re.match(r"-[a-zA-Z]*[mc]", word):  # stdin, a module, code: -um, -c
+            return None
+        elif not word.startswith("-"):
+            return word
+    return None
+
+
+def _check_program(program: str, workdir: Path, path: str) -> None:
+    if "/" in program:
+        place = workdir / program
+        if not place.is_file():
+            raise SettingsError(f"there is no program {place}", hint=f"its path; or {ROUND}")
+        if not os.access(place, os.X_OK):
+            raise SettingsError(
+                f"{place} may not be executed", hint=f"chmod +x {place}; or {ROUND}"
+            )
+    elif shutil.which(program, path=path) is None:
+        here = (workdir / program).is_file()
+        raise SettingsError(
+            f"there is no program {program!r} on PATH",
+            hint=(f"./{program} is the one in {workdir}; " if here else "") + f"or {ROUND}",
+        )
+
+
+def _check_script(file: str, workdir: Path) -> None:
+    place = workdir / file
+    if not place.exists():
+        raise SettingsError(
+            f"there is no script {place}", hint=f"--workdir DIR, where {file} is; or {ROUND}"
+        )
+    if place.is_dir() and not (place / "__main__.py").is_file():
+        raise SettingsError(f"{place} is a folder without a __main__.py", hint="name a script")

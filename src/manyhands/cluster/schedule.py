@@ -1,0 +1,363 @@
+"""The scheduler: which jobs start, which must end for them, and why the others wait.
+
+A pure function of the hosts, the jobs and the time. It keeps nothing: what it decided before is
+seen in the jobs (they run, or are `ending`).
+
+    the line: high, normal, best-effort; then who was queued first
+       fits into what is free            ─► placed
+       fits with what is ending, or what ─► its room is coming: it claims all that is free and
+       lower ones could be made to give     what it needs of the rest; lower ones are told to end
+       neither                           ─► it is the head: it gets a promise
+    behind the head: only who does not break the promise
+
+Slots are alike, so a job fits if there are as many as it wants. A job that wants more than all
+hosts have is passed over: nothing that runs could end for it.
+
+The promise
+-----------
+`by_s` of the head: the first moment at which there is surely room. A job that runs is surely gone
+at started + limit + grace, one that is ending at `ending_s` + grace, one of lower priority than the
+head its grace after it is told to. Jobs without a limit are never surely gone. A job behind the
+head is started (or gets room made for it) only if one of these holds, where it would start at s:
+
+  limit   s + limit + grace <= by_s: it is gone by then.
+  grace   the head could preempt it, and s + grace + LEAD_S < by_s. Those of lower priority that
+          are in the head's way are told to end in time, their grace (and LEAD_S, for a caller who
+          asks once a second) before by_s, so they too are gone by then.
+  spare   it takes no more slots than the head leaves of those that are surely there at by_s.
+
+So at by_s there are at least as many slots for the head as it wants, whatever was started behind
+it. Jobs that end early only add to them. Hence: while hosts stay, limits are kept and nobody comes
+in front of it, by_s never moves to a later time and the head starts by then, which is also the
+first moment at which it could have started, without backfill, if every job used all its time.
+(If one ends early that no promise counts on, the head may start later than without backfill, but
+not later than promised: the usual terms of EASY backfill.)
+
+If by_s is unknown (jobs without limits hold what the head needs), `limit` says nothing, and the
+head must not be delayed in *any* course of things. `spare` is then what is left over in the worst
+case: of all sets of jobs whose ends would make room for the head, the one that gives the least. A
+job so placed is never in the head's way. And whom the head can preempt it may always fill free
+slots with, at the known price of a grace: the head starts at most the longest grace of the lower
+ones that run later than it would have without them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from manyhands.cluster.job import Place, Priority
+from manyhands.cluster.room import Candidate, Floor, Victims, least_above, taken_from
+
+LEAD_S = 1.0
+"""How much sooner than by their grace alone the jobs in the head's way are told to end. Whoever
+calls `decide` does so after every change, and at least so often.
+"""
+RANKS = range(len(Priority))
+Terms = Literal["limit", "grace", "spare"]
+
+
+class Host(NamedTuple):
+    """A host that is there, with its usable slots, free or not."""
+
+    name: str
+    slots: tuple[int, ...]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A job that waits (no places) or holds slots. `ending`: it was told to end at `ending_s`
+    (None: not known, which may make a promise later from one tick to the next).
+    """
+
+    id: int
+    slots: int
+    priority: Priority
+    queued_s: float
+    """Its place in the line among its equals; keep it over preemptions and lost hosts."""
+    limit_s: float | None
+    """From `started_s`; at its end the job is told to end, and has its grace."""
+    grace_s: float
+    places: tuple[Place, ...] = ()
+    started_s: float | None = None
+    ending: bool = False
+    ending_s: float | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of its priority."""
+        return self.priority.rank
+
+
+class Promise(NamedTuple):
+    """What the first job in the line that has no room coming can count on."""
+
+    job: int
+    by_s: float
+    """It starts then at the latest; infinite while jobs without a limit are in its way."""
+
+
+class Decisions(msgspec.Struct, frozen=True):
+    """What to do, in this order: tell `preempt` to end, start `place`, show `waits`."""
+
+    place: tuple[tuple[int, tuple[Place, ...]], ...] = ()
+    preempt: tuple[tuple[int, int], ...] = ()
+    """(who ends, for whom)"""
+    waits: Mapping[int, str] = {}
+    """For every job that still waits: why."""
+    promise: Promise | None = None
+
+
+def decide(
+    now_s: float, hosts: Sequence[Host], entries: Sequence[Entry], *, backfill: bool = True
+) -> Decisions:
+    """What to do now. Pure, total, and the same for any order of its arguments. Names of hosts and
+    ids of jobs must be unique. Without `backfill` nobody is started behind the head.
+    """
+    return Tick(now_s, hosts, entries, backfill=backfill).decided()
+
+
+class Running(NamedTuple):
+    """A job that has slots, as far as room goes."""
+
+    entry: Entry
+    num_slots: int
+    """Of hosts that are there: what comes free when it ends."""
+    gone_s: float
+    """When it is surely gone, if nobody tells it to end."""
+    told: bool
+    """Whether it has been told to end."""
+
+
+class Tick:
+    """One call of `decide`."""
+
+    def __init__(
+        self, now_s: float, hosts: Sequence[Host], entries: Sequence[Entry], *, backfill: bool
+    ) -> None:
+        self._now_s = now_s
+        self._backfill = backfill
+        usable = {host.name: set(host.slots) for host in hosts}
+        self._total = sum(map(len, usable.values()))
+        self._line = sorted(
+            (one for one in entries if not one.places and not one.ending),
+            key=lambda one: (-one.rank, one.queued_s, one.id),
+        )
+        self._running = {
+            one.id: self._held(one, usable)
+            for one in sorted(entries, key=lambda one: one.id)
+            if one.places
+        }
+        for one in entries:
+            for place in one.places:
+                usable.get(place.host, set[int]()).difference_update(place.slots)
+        self._floor = Floor({name: sorted(slots) for name, slots in usable.items()})
+        self._free = self._floor.count
+        """Free slots that nobody in front has claimed."""
+        self._coming = sum(one.num_slots for one in self._running.values() if one.told)
+        """Slots of jobs that are ending, that nobody in front has claimed."""
+        self._told_by_s = max(
+            (one.gone_s for one in self._running.values() if one.told), default=now_s
+        )
+        self._victims = [self._victims_of(rank) for rank in RANKS]
+        self._head: Entry | None = None
+        self._by_s = math.inf
+        self._spare: int | None = None
+        self._spare_claims = 0
+        self._claimed = False
+        self._place: list[tuple[int, tuple[Place, ...]]] = []
+        self._preempt: list[tuple[int, int]] = []
+        self._waits: dict[int, str] = {}
+
+    # What there is
+
+    def _held(self, entry: Entry, usable: Mapping[str, set[int]]) -> Running:
+        num_slots = sum(
+            len(usable[place.host].intersection(place.slots))
+            for place in entry.places
+            if place.host in usable
+        )
+        return Running(entry, num_slots, self._gone_s(entry), entry.ending)
+
+    def _gone_s(self, entry: Entry) -> float:
+        """When a job that holds slots is surely gone; at once, if that time is over."""
+        ends_s = math.inf
+        if entry.limit_s is not None and entry.started_s is not None:
+            ends_s = entry.started_s + entry.limit_s
+        if entry.ending:
+            ends_s = min(ends_s, self._now_s if entry.ending_s is None else entry.ending_s)
+        return max(self._now_s, ends_s + entry.grace_s)
+
+    def _victims_of(self, rank: int) -> Victims:
+        return Victims(
+            self._candidate(one)
+            for one in self._running.values()
+            if not one.told and one.entry.rank == rank
+        )
+
+    def _candidate(self, one: Running) -> Candidate:
+        entry = one.entry
+        return Candidate(entry.started_s or 0.0, entry.id, one.num_slots, entry.grace_s)
+
+    def _lower(self, rank: int) -> list[Victims]:
+        """Whom this rank may preempt: never its equals."""
+        return self._victims[:rank]
+
+    def _below(self, rank: int) -> int:
+        """The slots that those have."""
+        return sum(victims.count for victims in self._lower(rank))
+
+    # The line
+
+    def decided(self) -> Decisions:
+        """Go through the line. Once only."""
+        for entry in self._line:
+            if entry.slots > self._total:
+                have = f"the hosts have {self._total}" if self._total else "there are no hosts"
+                self._waits[entry.id] = f"wants {_slots(entry.slots)}, {have}"
+            elif self._head is not None:
+                self._follow(entry)
+            elif not self._begin(entry):
+                self._promise(entry)
+        promise = None
+        if self._head is not None and not self._claimed:
+            self._clear_the_way(self._head)
+            promise = Promise(self._head.id, self._by_s)
+        return Decisions(tuple(self._place), tuple(self._preempt), self._waits, promise)
+
+    def _begin(self, entry: Entry) -> bool:
+        """Place it, or claim the room that comes for it. False: there is neither."""
+        if entry.slots <= self._free:
+            self._start(entry)
+            return True
+        needed = entry.slots - self._free - self._coming
+        if needed > self._below(entry.rank):
+            return False
+        for victim in taken_from(self._lower(entry.rank), needed):
+            self._tell(victim.id, entry)
+            self._coming += victim.num_slots
+        # All that is free is held for it, even what it might not need if much comes at once:
+        # who starts with the last of its slots must not wait for a second one to end.
+        self._coming -= entry.slots - self._free
+        self._free = 0
+        self._claimed = self._head is None
+        self._waits[entry.id] = f"wants {_slots(entry.slots)}; jobs are ending to make room for it"
+        return True
+
+    def _start(self, entry: Entry) -> None:
+        places = self._floor.take(entry.slots)
+        self._free -= entry.slots
+        self._place.append((entry.id, places))
+        self._waits.pop(entry.id, None)
+        started = msgspec.structs.replace(entry, places=places, started_s=self._now_s)
+        self._running[entry.id] = Running(started, entry.slots, self._gone_s(started), False)
+
+    def _tell(self, job: int, whom: Entry) -> None:
+        self._preempt.append((job, whom.id))
+        one = self._running[job]
+        self._told_by_s = max(self._told_by_s, self._now_s + one.entry.grace_s)
+        gone_s = min(one.gone_s, self._now_s + one.entry.grace_s)
+        self._running[job] = one._replace(told=True, gone_s=gone_s)
+
+    # The head
+
+    def _promise(self, entry: Entry) -> None:
+        """Make it the head: the first moment with room for it, and what is left over then."""
+        self._head = entry
+        free = f"{self._free} of {self._total} are free"
+        self._waits[entry.id] = f"is next: wants {_slots(entry.slots)}, {free}"
+        if self._claimed:
+            return  # nothing is free behind those in front, so there is nothing to give away
+        room = self._free
+        for gone_s, num_slots in sorted(
+            (self._gone_for(entry, one), one.num_slots) for one in self._running.values()
+        ):
+            if room >= entry.slots and gone_s > self._by_s:
+                break
+            room += num_slots
+            self._by_s = gone_s
+        if room < entry.slots or self._by_s == math.inf:
+            self._by_s = math.inf
+            self._waits[entry.id] += "; jobs without a time limit have the others"
+        else:
+            self._spare = room - entry.slots
+
+    def _gone_for(self, head: Entry, one: Running) -> float:
+        if one.entry.rank < head.rank:
+            return min(one.gone_s, self._now_s + one.entry.grace_s)
+        return one.gone_s
+
+    def _spare_slots(self, head: Entry) -> int:
+        """What whoever stays may take, if nobody knows when: see above."""
+        if self._spare is None:
+            stays = [
+                one.num_slots
+                for one in self._running.values()
+                if not one.told and one.entry.rank >= head.rank
+            ]
+            room = self._total - sum(stays)  # free, coming, or of lower ones
+            least = least_above(stays, head.slots - room)
+            self._spare = 0 if least is None else room + least - head.slots
+        return self._spare
+
+    def _clear_the_way(self, head: Entry) -> None:
+        """Tell those of lower priority to end that the promise counts on, if it is time to."""
+        if self._by_s == math.inf:
+            return
+        needed = head.slots + self._spare_claims - self._floor.count
+        ways: list[list[Candidate]] = [[] for _ in RANKS]
+        for one in self._running.values():
+            if one.gone_s <= self._by_s:
+                needed -= one.num_slots
+            elif self._gone_for(head, one) <= self._by_s:
+                ways[one.entry.rank].append(self._candidate(one))
+        classes = [Victims(those) for those in ways]
+        needed = min(needed, sum(victims.count for victims in classes))
+        for victim in taken_from(classes, needed):
+            if self._now_s + victim.grace_s + LEAD_S >= self._by_s:
+                self._tell(victim.id, head)
+
+    # Behind the head
+
+    def _follow(self, entry: Entry) -> None:
+        head = self._head
+        assert head is not None
+        self._waits[entry.id] = f"wants {_slots(entry.slots)}; others are first"
+        if self._claimed or not self._backfill:
+            return
+        starts_s = self._now_s
+        if entry.slots > self._free:
+            if entry.slots > self._free + self._coming + self._below(entry.rank):
+                return
+            starts_s = self._room_by_s(entry)
+        terms = self._terms(head, entry, starts_s)
+        if terms is None:
+            self._waits[entry.id] = f"wants {_slots(entry.slots)}; would delay job {head.id}"
+            return
+        if terms == "spare":
+            self._spare = self._spare_slots(head) - entry.slots
+            if entry.slots > self._free:
+                self._spare_claims += entry.slots
+        self._begin(entry)
+
+    def _room_by_s(self, entry: Entry) -> float:
+        """When room that has to be made for it is surely there."""
+        if entry.slots <= self._free + self._coming:
+            return self._told_by_s
+        longest_s = max(victims.longest_s for victims in self._lower(entry.rank))
+        return max(self._told_by_s, self._now_s + longest_s)
+
+    def _terms(self, head: Entry, entry: Entry, starts_s: float) -> Terms | None:
+        """On what terms it may start then, in front of the head; None: it would delay it."""
+        ends_s = math.inf if entry.limit_s is None else starts_s + entry.limit_s + entry.grace_s
+        if ends_s <= self._by_s < math.inf:
+            return "limit"
+        if entry.rank < head.rank and starts_s + entry.grace_s + LEAD_S < self._by_s:
+            return "grace"
+        return "spare" if entry.slots <= self._spare_slots(head) else None
+
+
+def _slots(count: int) -> str:
+    return "1 slot" if count == 1 else f"{count} slots"

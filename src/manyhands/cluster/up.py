@@ -1,0 +1,353 @@
+"""A cluster that is up: coordinator, HTTP, hub, and the agents that it starts, in one process.
+
+    store (its lock) ─► identity ─► hub ─► coordinator ─► server ─► agents ─► ready
+    leaving: no agent is started any more ─► all are told to leave, with their jobs' graces ─►
+             those of ours that did not are killed ─► server, coordinator, hub, store are closed
+
+Everything that was started here is ended here, and nothing else. Agents that a user started stay
+where they are and dial until there is a coordinator again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from manyhands.cluster.code import Code
+from manyhands.cluster.coordinator import Coordinator
+from manyhands.cluster.crew import Crew, Trouble
+from manyhands.cluster.errors import ClusterError
+from manyhands.cluster.hostfile import HostLine
+from manyhands.cluster.hosts import Node
+from manyhands.cluster.identity import open_identity, write_address
+from manyhands.cluster.logs import Logs
+from manyhands.cluster.relay import open_relay
+from manyhands.cluster.routes import Role
+from manyhands.cluster.server import PORT, Server
+from manyhands.cluster.starters import (
+    SSH,
+    Errand,
+    LocalStarter,
+    SshStarter,
+    Starter,
+    python_command,
+)
+from manyhands.cluster.store import Store
+from manyhands.core.address import host_port, is_loopback, split_host_port
+from manyhands.core.errors import ManyhandsError, SettingsError
+from manyhands.links.hub import Hub
+
+STORE = "jobs.db"
+READY_S = 60.0
+"""For the agents of a hostfile to say hello, before `up` says who did not."""
+HURRY_S = 10.0
+"""For agents and jobs that were told to end at once."""
+LEASE_S = 15.0
+_LOOK_S = 0.2
+_HERE = frozenset({"here", "clearing"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpSettings:
+    """What a cluster is to be. Paths are absolute."""
+
+    state: Path
+    logdir: Path
+    bind: str = f"127.0.0.1:{PORT}"
+    advertise: str | None = None
+    """HOST[:PORT] by which others reach it; None: a guess."""
+    hosts: tuple[HostLine, ...] = ()
+    """Where agents are started; none: hosts come by themselves, with the join code."""
+    lease_s: float = LEASE_S
+    ssh: tuple[str, ...] = (SSH,)
+    python: str = ""
+    """With manyhands, on the hosts that ssh leads to; empty: the path of this one."""
+    user: str | None = None
+    """Whom jobs run as, where agents are root."""
+
+    def __post_init__(self) -> None:
+        far = [host.address for host in self.hosts if not is_loopback(_bare(host.address))]
+        if self.is_local and far:
+            raise SettingsError(
+                f"agents at {', '.join(far)} cannot reach a coordinator at {self.bind}",
+                hint=f"--bind 0.0.0.0:{PORT}, and --advertise HOST if they know this machine by "
+                "another name than it thinks",
+            )
+        if not 1 <= self.lease_s <= 86400:
+            raise SettingsError(
+                f"a lease of {self.lease_s:g} s", hint="--lease: from 1 s to a day; 15 is usual"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return is_loopback(split_host_port(self.bind, PORT)[0])
+
+
+class NoAgentCame(ManyhandsError):
+    """A cluster without a host: nobody that was started has said hello."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """Who is there when a cluster becomes ready."""
+
+    nodes: tuple[Node, ...]
+    missing: tuple[Trouble, ...]
+    """Agents that have not come; they are tried again."""
+
+
+class Up:
+    """A cluster. Enter it, wait `until_ready`, then `until_stopped`, and `end` it.
+
+    `say` gets lines for people, from any thread. Leaving the block without `end` kills: what is
+    left is as after a power failure, and the next `up` makes the best of it.
+    """
+
+    def __init__(self, settings: UpSettings, *, say: Callable[[str], None]) -> None:
+        self.settings = settings
+        self._say = say
+        self._stack = contextlib.ExitStack()
+        self._news = threading.Condition()
+        self._heard: frozenset[str] = frozenset()
+        self._stop_reason = ""
+        self._is_stopping = False
+        self._hurry = threading.Event()
+        self._rung = threading.Event()
+        self._is_closing = False
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        settings = self.settings
+        store = stack.enter_context(Store.open(settings.state / STORE))
+        self._identity = identity = open_identity(settings.state)
+        logs = Logs(settings.logdir)
+        self.hub: Hub = stack.enter_context(
+            open_relay(settings.bind, settings.advertise, settings.state)
+        )
+        code = self.hub.address.code()
+        self.coordinator = stack.enter_context(
+            Coordinator(store, lease_s=settings.lease_s, hub=lambda job: (code, f"job-{job}"))
+        )
+        self.server = stack.enter_context(
+            Server(
+                self.coordinator,
+                logs,
+                identity,
+                bind=settings.bind,
+                names=() if settings.advertise is None else (self.hub.address.host,),
+                on_shutdown=lambda: self.stop("`manyhands down`"),
+            )
+        )
+        write_address(settings.state, self.url)
+        self.crew = Crew(
+            [self._errand(host) for host in settings.hosts],
+            is_heard=lambda host: host in self._heard,
+            say=self._say,
+        )
+        stack.enter_context(self.crew)
+        watcher = threading.Thread(target=self._watch, name="up watch")
+        watcher.start()
+        stack.callback(watcher.join)
+        stack.callback(self._stop_watching)
+
+    # -- what it is called ----------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches it."""
+        scheme = "http" if self.server.is_plain else "https"
+        return f"{scheme}://{host_port(self.hub.near.host, self.server.port)}"
+
+    @property
+    def join_code(self) -> str:
+        """What lets agents of other machines in. It is a secret."""
+        host, port = self.hub.address.host, self.server.port
+        if self.settings.advertise is not None:
+            host, port = split_host_port(self.settings.advertise, port)
+        return self._code(host, port)
+
+    def _code(self, host: str, port: int) -> str:
+        return Code(
+            role=Role.AGENT,
+            host=host,
+            port=port,
+            token=self._identity.tokens[Role.AGENT],
+            fingerprint=self.server.fingerprint,
+        ).pack()
+
+    def _errand(self, host: HostLine) -> tuple[Starter, Errand]:
+        settings = self.settings
+        given = ["--name", host.name, "--origin", "up"]
+        if host.gpus:
+            given += ["--gpus", ",".join(map(str, host.gpus))]
+        elif host.slots is not None:
+            given += ["--slots", str(host.slots)]
+        if settings.user is not None:
+            given += ["--user", settings.user]
+        starter: Starter
+        if host.is_here:
+            starter, code = LocalStarter(), self._code(self.hub.near.host, self.server.port)
+            if settings.user is None:  # to whom this folder would be closed
+                given += ["--state", str(settings.state / "agents" / host.name)]
+            # Ranks of other machines come to this one by the address that their agents use.
+            given += ["--address", host.address if settings.is_local else self.hub.address.host]
+        else:
+            command = python_command(settings.python) if settings.python else ()
+            starter, code = SshStarter(ssh=settings.ssh, command=command), self.join_code
+        log = settings.logdir / "agents" / f"{host.name}.log"
+        return starter, Errand(
+            name=host.name, address=host.address, arguments=tuple(given), code=code, log=log
+        )
+
+    # -- its life -------------------------------------------------------------------------------
+
+    def until_ready(self, timeout_s: float = READY_S) -> Ready | None:
+        """Blocks until every agent that was started has said hello, or has failed to, or time is
+        up. None: it was stopped before.
+
+        Raises NoAgentCame if none has, though some were started.
+        """
+        wanted = [host.name for host in self.settings.hosts]
+        with self._news:
+            self._news.wait_for(lambda: self._is_stopping or self._is_settled(wanted), timeout_s)
+            if self._is_stopping:
+                return None
+        missing = self._missing(wanted, timeout_s)
+        if wanted and len(missing) == len(wanted):
+            raise NoAgentCame(
+                "no agent has come:\n  " + "\n  ".join(str(one) for one in missing),
+                hint=f"what agents said: {self.settings.logdir / 'agents'}",
+            )
+        return Ready(nodes=tuple(self.coordinator.nodes()), missing=missing)
+
+    def stop(self, reason: str) -> None:
+        """Have it end: from any thread, but not from a signal's handler."""
+        with self._news:
+            if not self._is_stopping:
+                self._is_stopping, self._stop_reason = True, reason
+            self._news.notify_all()
+
+    def hurry(self) -> None:
+        """It ends already, and is to end at once. As `stop`."""
+        self._hurry.set()
+        with self._news:
+            self._news.notify_all()
+        self.crew.look()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was told to end, or has failed."""
+        return self._is_stopping
+
+    def until_stopped(self) -> str:
+        """Blocks until `stop`, `manyhands down`, or a failure; why. Raises what has failed."""
+        with self._news:
+            self._news.wait_for(lambda: self._is_stopping)
+        if (failure := self.coordinator.failure) is not None:
+            raise failure
+        return self._stop_reason
+
+    def end(self) -> list[str]:
+        """Blocks until everything that was started here has ended; the graces of jobs count,
+        unless it is told to `hurry`. What could not be ended as it should, for people.
+        """
+        self.crew.stop_starting()
+        troubles = self._dismiss()
+        killed = self.crew.end(hurry=self._hurry)
+        if not troubles and not killed:
+            self.coordinator.forget_hosts()
+        self._stack.close()
+        return troubles + [f"the agent of {host} had to be killed" for host in killed]
+
+    def _dismiss(self) -> list[str]:
+        """All are told to leave; until they have, or it has to hurry."""
+        troubles: list[str] = []
+        is_done = threading.Event()
+
+        def shut_down() -> None:
+            try:
+                self.coordinator.shut_down()
+            except ClusterError as error:
+                troubles.append(error.message)
+            finally:
+                with self._news:
+                    is_done.set()
+                    self._news.notify_all()
+
+        thread = threading.Thread(target=shut_down, name="up down")
+        thread.start()
+        # Closing the coordinator ends the wait, however that came.
+        self._stack.callback(thread.join)
+        self._stack.callback(self.coordinator.close)
+        with self._news:
+            self._news.wait_for(lambda: is_done.is_set() or self._hurry.is_set())
+        if not is_done.is_set():
+            self.crew.hurry()
+            if not is_done.wait(HURRY_S):
+                return [f"jobs had not ended after {HURRY_S:g} s: they end with their agents"]
+        return troubles
+
+    # -- who is there ---------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Keeps `_heard`: the coordinator calls listeners under its lock, where none may wait."""
+        stop_listening = self.coordinator.listen(lambda changed: self._rung.set())
+        try:
+            while not self._is_closing:
+                if self.coordinator.failure is not None:
+                    self.stop("the coordinator has failed")
+                heard = {node.name for node in self.coordinator.nodes() if node.state in _HERE}
+                with self._news:
+                    self._heard = frozenset(heard)
+                    self._news.notify_all()
+                self.crew.look()
+                # With an end: that a host has reported, or is silent, need not ring.
+                self._rung.wait(_LOOK_S)
+                self._rung.clear()
+        finally:
+            stop_listening()
+
+    def _stop_watching(self) -> None:
+        self._is_closing = True
+        self._rung.set()
+
+    def _is_settled(self, wanted: list[str]) -> bool:
+        troubled = {trouble.host for trouble in self.crew.troubles}
+        return all(name in self._heard or name in troubled for name in wanted)
+
+    def _missing(self, wanted: list[str], waited_s: float) -> tuple[Trouble, ...]:
+        known = {trouble.host: trouble for trouble in self.crew.troubles}
+        return tuple(
+            known.get(name)
+            or Trouble(
+                host=name,
+                what=f"no word from its agent within {waited_s:g} s",
+                remedy="can it reach this machine? --advertise HOST; its log: "
+                + str(self.settings.logdir / "agents" / f"{name}.log"),
+            )
+            for name in wanted
+            if name not in self._heard
+        )
+
+
+def _bare(address: str) -> str:
+    return address.rpartition("@")[2]
