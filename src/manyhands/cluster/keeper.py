@@ -224,8 +224,8 @@ class Keeper:
 
     def run(self) -> None:
         """Start the ranks, unless it is too late for that, and see them end."""
-        self._obey()  # the agent may be dead already
         self._keep_lease()
+        self._obey()  # the agent may be dead already
         if not self._killing:
             self._start()
         self._publish()
