@@ -165,7 +165,7 @@ def _train(lesson: Lesson, terms: Terms, options: Options) -> None:
     from manyhands.compat.deeppool.training import Place, to_stdout, train
 
     tables = lesson.tables(options)
-    torch.manual_seed(terms.seed)
+    torch.manual_seed(terms.seed)  # pyright: ignore[reportUnknownMemberType]
     model = lesson.model(tables, options)
     train(terms, Place.of(os.environ), tables, model, lesson.optimizer, to_stdout)
 

@@ -220,7 +220,7 @@ class _Course:
         """Until the last epoch is over, or this process is told to leave."""
         terms, tables = self._terms, self._tables
         run.register(diary=self._diary)
-        both = {"workers": terms.workers, "device": self._device}
+        both: dict[str, Any] = {"workers": terms.workers, "device": self._device}
         _, _, batches, _ = run.wrap(
             self._model,
             self._optimizer,
