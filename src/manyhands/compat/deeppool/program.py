@@ -190,11 +190,15 @@ def _submit(script: str, given: Sequence[str], terms: Terms, options: Options) -
             priority=options.priority,
         )
         say: Callable[[str], Any] = sys.stdout.write
+        slots, epochs = _count(options.gpus, "slot"), _count(terms.epochs, "epoch")
         say(
-            f"job {job.id}: {terms.name}, {options.gpus} slots, global batch {terms.batch}, "
-            f"{terms.epochs} epochs\n"
+            f"job {job.id}: {terms.name}, {slots}, global batch {terms.batch}, {epochs}\n"
             f"checkpoints: {save}\n"
             f"log: manyhands logs {job.id} -f; in the cluster's logdir, cpprtN.out of each slot N\n"
         )
         sys.stdout.flush()
         return client.follow(job.id) if options.wait else 0
+
+
+def _count(num: int, what: str) -> str:
+    return f"{num} {what}" if num == 1 else f"{num} {what}s"
