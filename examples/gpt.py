@@ -7,27 +7,31 @@
 Losses do not depend on the number of slots.
 """
 
-import torch
-
-from manyhands.compat.deeppool import Lesson, main, models, parser_of, text
+from manyhands.compat import deeppool
 
 
 def gpt(tables, options):
-    size = models.Size(
+    size = deeppool.models.Size(
         vocabulary=tables.num_classes,
         length=options.length,
         layers=options.layers,
         heads=options.heads,
         width=options.width,
     )
-    return models.gpt(size)
+    return deeppool.models.gpt(size)
 
 
-LESSON = Lesson(
+def adamw(parameters, lr):
+    import torch  # here: who submits the job needs none
+
+    return torch.optim.AdamW(parameters, lr=lr)
+
+
+LESSON = deeppool.Lesson(
     name="gpt",
-    tables=lambda options: text(options.data, length=options.length),
+    tables=lambda options: deeppool.text(options.data, length=options.length),
     model=gpt,
-    optimizer=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
+    optimizer=adamw,
     lr=1e-3,
     data="python",
     grains=False,  # no layer sees its batch, or chance
@@ -35,9 +39,9 @@ LESSON = Lesson(
 
 
 if __name__ == "__main__":
-    parser = parser_of(LESSON, __doc__.splitlines()[0])
+    parser = deeppool.parser_of(LESSON, __doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=128, help="bytes that it can look back on")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
-    main(LESSON, __file__, parser=parser)
+    deeppool.main(LESSON, __file__, parser=parser)

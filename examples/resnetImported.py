@@ -9,20 +9,29 @@
 It learns scikit-learn's digits, if nobody says what. Losses do not depend on the number of slots.
 """
 
-import torch
+from manyhands.compat import deeppool
 
-from manyhands.compat.deeppool import Lesson, main, models, parser_of, pictures
 
-LESSON = Lesson(
+def resnet18(tables, options):
+    return deeppool.models.resnet18(tables.num_classes, width=options.width)
+
+
+def sgd(parameters, lr):
+    import torch  # here: who submits the job needs none
+
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+LESSON = deeppool.Lesson(
     name="resnet18",
-    tables=lambda options: pictures(options.data, options.evaluation, px=options.image_px),
-    model=lambda tables, options: models.resnet18(tables.num_classes, width=options.width),
-    optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+    tables=lambda options: deeppool.pictures(options.data, options.evaluation, px=options.image_px),
+    model=resnet18,
+    optimizer=sgd,
     lr=0.01,
 )
 
 
 if __name__ == "__main__":
-    parser = parser_of(LESSON, __doc__.splitlines()[0])
+    parser = deeppool.parser_of(LESSON, __doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=64, help="channels that it begins with")
-    main(LESSON, __file__, parser=parser)
+    deeppool.main(LESSON, __file__, parser=parser)

@@ -7,28 +7,32 @@
 It learns scikit-learn's digits, if nobody says what.
 """
 
-import torch
-
-from manyhands.compat.deeppool import Lesson, main, models, parser_of, pictures
+from manyhands.compat import deeppool
 
 
 def vgg16(tables, options):
     sizes = {"width": options.width, "hidden": options.hidden, "pool": options.pool}
-    return models.vgg16(tables.num_classes, **sizes)
+    return deeppool.models.vgg16(tables.num_classes, **sizes)
 
 
-LESSON = Lesson(
+def sgd(parameters, lr):
+    import torch  # here: who submits the job needs none
+
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+LESSON = deeppool.Lesson(
     name="vgg16",
-    tables=lambda options: pictures(options.data, options.evaluation, px=options.image_px),
+    tables=lambda options: deeppool.pictures(options.data, options.evaluation, px=options.image_px),
     model=vgg16,
-    optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+    optimizer=sgd,
     lr=0.01,
 )
 
 
 if __name__ == "__main__":
-    parser = parser_of(LESSON, __doc__.splitlines()[0])
+    parser = deeppool.parser_of(LESSON, __doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=64, help="channels that it begins with")
     parser.add_argument("--hidden", type=int, default=4096, help="of its full layers")
     parser.add_argument("--pool", type=int, default=7, help="cells of a side that they look at")
-    main(LESSON, __file__, parser=parser)
+    deeppool.main(LESSON, __file__, parser=parser)

@@ -7,28 +7,32 @@
 It learns scikit-learn's digits, if nobody says what.
 """
 
-import torch
-
-from manyhands.compat.deeppool import Lesson, main, models, parser_of, pictures
+from manyhands.compat import deeppool
 
 
 def wrn(tables, options):
     if options.depth == 101:
-        return models.wide_resnet101_2(tables.num_classes)
-    return models.wide_resnet(options.depth, options.factor, tables.num_classes)
+        return deeppool.models.wide_resnet101_2(tables.num_classes)
+    return deeppool.models.wide_resnet(options.depth, options.factor, tables.num_classes)
 
 
-LESSON = Lesson(
+def sgd(parameters, lr):
+    import torch  # here: who submits the job needs none
+
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+LESSON = deeppool.Lesson(
     name="wrn",
-    tables=lambda options: pictures(options.data, options.evaluation, px=options.image_px),
+    tables=lambda options: deeppool.pictures(options.data, options.evaluation, px=options.image_px),
     model=wrn,
-    optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+    optimizer=sgd,
     lr=0.05,
 )
 
 
 if __name__ == "__main__":
-    parser = parser_of(LESSON, __doc__.splitlines()[0])
+    parser = deeppool.parser_of(LESSON, __doc__.splitlines()[0])
     parser.add_argument("--depth", type=int, default=16, help="6n + 4, or 101")
     parser.add_argument("--factor", type=int, default=2, help="of its width; of 101 it is 2")
-    main(LESSON, __file__, parser=parser)
+    deeppool.main(LESSON, __file__, parser=parser)

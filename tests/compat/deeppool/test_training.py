@@ -15,15 +15,8 @@ import torch
 from manyhands.checkpoint.store import Store
 from manyhands.compat.deeppool import Lesson, main, models
 from manyhands.compat.deeppool.tables import pictures, text
-from manyhands.compat.deeppool.training import (
-    Place,
-    Terms,
-    check_split,
-    device_of,
-    grain_of,
-    load_weights,
-    train,
-)
+from manyhands.compat.deeppool.terms import Place, Terms, check_split, grain_of
+from manyhands.compat.deeppool.training import device_of, load_weights, train
 from manyhands.core.errors import UsageError
 from manyhands.links.hub import Hub
 from manyhands.testing.processes import end_tree

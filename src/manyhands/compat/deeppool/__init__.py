@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from manyhands.compat.deeppool import models as models
     from manyhands.compat.deeppool.client import ClusterClient, submitTrainingJob
     from manyhands.compat.deeppool.program import Lesson, main, parser_of
     from manyhands.compat.deeppool.tables import Tables, pictures, text
@@ -23,6 +24,7 @@ __all__ = [
     "Tables",
     "load_weights",
     "main",
+    "models",
     "parser_of",
     "pictures",
     "submitTrainingJob",
@@ -44,6 +46,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "models":
+        return import_module(".models", __name__)
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_LAZY[name], __name__), name)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from manyhands.compat.deeppool.terms import Place, Terms, absolute, check_split, grain_of
 from manyhands.core.errors import ManyhandsError, UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from manyhands.compat.deeppool.tables import Tables
-    from manyhands.compat.deeppool.training import Terms
 
 Options = argparse.Namespace
 
@@ -134,8 +134,6 @@ def _heed(options: Options) -> list[str]:
 
 
 def _terms(lesson: Lesson, options: Options) -> Terms:
-    from manyhands.compat.deeppool.training import Terms, absolute, check_split, grain_of
-
     if options.gpus < 1:
         raise UsageError(f"{options.gpus} slots", hint="1 or more")
     if options.batch < 1:
@@ -162,7 +160,7 @@ def _terms(lesson: Lesson, options: Options) -> Terms:
 def _train(lesson: Lesson, terms: Terms, options: Options) -> None:
     import torch
 
-    from manyhands.compat.deeppool.training import Place, to_stdout, train
+    from manyhands.compat.deeppool.training import to_stdout, train
 
     tables = lesson.tables(options)
     torch.manual_seed(terms.seed)  # pyright: ignore[reportUnknownMemberType]

@@ -184,6 +184,8 @@ class Transcripts:
         self._ended = {key: end for key, end in self._ended.items() if key in left}
 
     def _note(self, job: Job) -> None:
+        # An attempt that comes and goes between two looks is not seen: its slots are not known any
+        # more. Starting a process takes longer than a look, so that is one that never began.
         self._live[job.id] = job
         if job.is_over:
             del self._live[job.id]
