@@ -61,9 +61,10 @@ class Job:
 
     def _train(self, place, model, terms):
         said = []
-        wanted = {"name": "test", "batch": 16, "epochs": 2, "lr": 0.02, "double": True, "every": 1}
+        wanted = {"name": "test", "batch": 16, "epochs": 2, "lr": 0.02, "every": 1}
+        wanted |= {"device": "cpu", "double": True}
         train(
-            Terms(device="cpu", **wanted | terms),
+            Terms(**wanted | terms),
             place,
             self._tables,
             model,
@@ -148,6 +149,13 @@ def test_weights_of_another_training(resnet, tmp_path):
             torch.testing.assert_close(taken[name], given[name], rtol=0, atol=0)
     with pytest.raises(UsageError, match="no checkpoint"):
         resnet.run(1, load=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_learns_the_same(resnet):
+    (cpu,), (gpu,) = resnet.run(1, grain=4), resnet.run(1, grain=4, device="cuda")
+    assert "on cuda:0" in gpu[0]
+    assert numbers(gpu)[1] == pytest.approx(numbers(cpu)[1], rel=1e-5)
 
 
 def test_too_few_samples(resnet):
