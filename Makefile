@@ -37,3 +37,4 @@ chaos: setup
 
 fuzz: setup
 	.venv/bin/python -m tests.wire.fuzz --inputs 1000000 && .venv/bin/python -m tests.links.fuzz --inputs 1000000
+	.venv/bin/python -m tests.cluster.fuzz --examples 500

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
+from manyhands.cluster import attempt
 from manyhands.cluster.agent import Agent
 from manyhands.cluster.devices import cpu_shares
 from manyhands.cluster.messages import Origin
@@ -17,6 +19,7 @@ from tests.cluster.offices import DistantOffice
 def main(port: str, options: str) -> int:
     logging.basicConfig(level="INFO", format="%(asctime)s %(name)s: %(message)s")
     given = json.loads(options)
+    attempt.KEEPER_PATIENCE_S = given.get("patience_s", attempt.KEEPER_PATIENCE_S)
     try:
         agent = Agent(
             lambda: DistantOffice(int(port)),
@@ -25,7 +28,7 @@ def main(port: str, options: str) -> int:
             state=Path(given["state"]),
             user=given.get("user"),
             origin=Origin(given.get("origin", "user")),
-            secrets_=given.get("secrets", ()),
+            secrets_=[os.environ.pop(name) for name in given.get("secrets", ())],
         )
         print(agent.run(), flush=True)
     except ManyhandsError as error:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import inspect
+import json
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -81,6 +83,37 @@ def parse(data):
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
     return int(first.split(" ")[1]), headers, body
+
+
+def each(name, values):
+    """As pytest's parametrize, with one server for all cases: it takes longer to start than a
+    case does. What fails says with which value.
+    """
+
+    def decorate(test):
+        signature = inspect.signature(test)
+
+        def run(**fixtures):
+            for value in values:
+                try:
+                    test(**fixtures, **{name: value})
+                except BaseException as error:
+                    error.add_note(f"with {name} = {value!r:.200}")
+                    raise
+
+        kept = [one for one in signature.parameters.values() if one.name != name]
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        run.__signature__ = signature.replace(parameters=kept)
+        return run
+
+    return decorate
+
+
+def problem(body):
+    """The code of an answer that is an error."""
+    error = json.loads(body)["error"]
+    assert set(error) <= {"code", "message", "hint", "offset"}
+    return error["code"]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A coordinator in memory: honest about states and about who waits for what; it schedules nothing."""
+"""A coordinator in memory: honest about states and hosts; it schedules nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 import msgspec
 
 from manyhands.cluster import errors
-from manyhands.cluster.desk import Node
+from manyhands.cluster.hosts import Node
 from manyhands.cluster.job import PLACED, Job, Place, State, Step, moved
-from manyhands.cluster.messages import PROTOCOL, Origin, Wants, Welcome
+from manyhands.cluster.messages import PROTOCOL, Wants, Welcome
 
 SLOTS = 8
 
@@ -63,7 +63,7 @@ class FakeDesk:
     # What the API asks of it.
 
     def submit(self, spec, key=""):
-        if not spec.command or not 1 <= spec.gpus:
+        if not spec.command or spec.gpus < 1:
             raise errors.BadJob("a job needs a command and at least one slot")
         if spec.gpus > SLOTS:
             raise errors.Unplaceable(spec.gpus, SLOTS, "one host")

@@ -160,6 +160,18 @@ def test_who_does_not_listen_is_killed(stage):
         assert crew.end(hurry=threading.Event(), leave_s=0, ask_s=0.1, hurry_s=0.1) == ["a"]
 
 
+def test_who_cannot_be_told_is_asked(stage):
+    wait = "trap 'exit 0' TERM; echo $$; while true; do sleep 0.02; done"
+    with stage.crew(a=wait, b=wait) as crew:
+        (first,) = stage.lives("a", 1)
+        stage.lives("b", 1)
+        stage.heard = frozenset({"b"})
+        crew.stop_starting()
+        crew.ask_unheard()
+        psutil.wait_procs([psutil.Process(first)] if psutil.pid_exists(first) else [], WAIT_S)
+        assert crew.pid("b") is not None
+
+
 def test_hurry_does_not_wait(stage):
     """It would be ten minutes else."""
     deaf = "trap '' TERM INT HUP; echo $$; while true; do sleep 0.02; done"

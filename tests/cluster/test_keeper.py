@@ -18,6 +18,7 @@ import pytest
 from manyhands.cluster import keeper
 from manyhands.cluster.keeper import CANNOT_RUN, NOT_FOUND, Alarm, Order, clock_s
 from manyhands.testing.processes import is_gone
+from tests.cluster.hosts import gone
 from tests.cluster.programs import (
     FAILS,
     HAS_DAEMON,
@@ -90,7 +91,7 @@ class Kept:
         return json.loads(lines[-1])
 
     def pids(self, rank: int = 0) -> list[psutil.Process]:
-        """Those that a rank wrote after `up`; waits for the line by the rank's own event: growth."""
+        """Those that a rank names after `up`, once it has."""
         log = self.folder / f"rank-{rank}.log"
         if not log.exists():
             self.next_record()  # they are started now
@@ -272,8 +273,7 @@ def test_ranks_die_with_a_keeper_that_is_killed(kept) -> None:
         (rank,) = running.pids()
         running.process.kill()
         running.process.wait()
-        psutil.wait_procs([rank])
-        assert is_gone(rank)
+        assert gone([rank])
 
 
 def test_the_lock_is_the_keepers_alone(kept, tmp_path) -> None:
@@ -406,8 +406,28 @@ def test_root_can_run_ranks_as_another_user(kept, tmp_path) -> None:
         (rank,) = running.pids()
         running.process.kill()
         running.process.wait()
-        psutil.wait_procs([rank])
-        assert is_gone(rank)  # PDEATHSIG outlives the change of user
+        assert gone([rank])  # PDEATHSIG outlives the change of user
     uid, gid = nobody.pw_uid, nobody.pw_gid
     text = (tmp_path / "rank-0.log").read_text()
     assert text.startswith(f"({uid}, {uid}, {uid}) ({gid}, {gid}, {gid}) [{gid}]\nagain\n")
+
+
+def test_hidden_memory_is_closed_to_processes_of_the_same_user() -> None:
+    """A first environment stays in /proc, whatever is taken out of `os.environ`."""
+    code = (
+        "import ctypes, os, sys\n"
+        "from manyhands.cluster import keeper\n"
+        "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+        "def readable():\n"
+        "    if not (child := os.fork()):\n"
+        "        try: open(f'/proc/{os.getppid()}/environ', 'rb').read()\n"
+        "        except PermissionError: os._exit(1)\n"
+        "        os._exit(0)\n"
+        "    return os.waitpid(child, 0)[1] == 0\n"
+        "ctypes.CDLL(None).prctl(4, 1)\n"  # a change of user has closed it
+        "before = readable()\n"
+        "keeper.hide_memory()\n"
+        "print(before, readable())\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert shown.stdout == b"True False\n"

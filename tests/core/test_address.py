@@ -212,6 +212,8 @@ SECRET = "s3cr3t-Word"
         f"hub://box/r?insecure=1&token={SECRET}#x",
         f"hub://box/r?password={SECRET}",
         "see " + HubAddress(host="box", token=SECRET, fingerprint=PIN).code() + ".",
+        f"see mhc1-{SECRET} there",
+        f"Authorization: Bearer {SECRET}",
     ],
 )
 def test_redaction(text):

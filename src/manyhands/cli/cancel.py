@@ -8,6 +8,7 @@ import typer
 
 from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, say, show
 from manyhands.cli.listing import state_of
+from manyhands.cluster.job import Job
 from manyhands.core.errors import UsageError
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,7 +30,7 @@ def cancel(
     the others are ended all the same.
     """
     unknown: list[UsageError] = []
-    done = []
+    done: list[Job] = []
     for id in ids:
         try:
             with connect(coordinator, state) as cluster:

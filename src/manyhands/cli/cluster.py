@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +41,7 @@ _TYPED = frozenset({"key-taken", "no-such-rank", "no-such-attempt", "usage"})
 
 
 @contextlib.contextmanager
-def connect(coordinator: str | None, state: Path | None) -> Iterator[Cluster]:
+def connect(coordinator: str | None, state: Path | None) -> Generator[Cluster]:
     """The client. What the user typed wrongly becomes a UsageError: exit code 2."""
     where = coordinator or None
     with Cluster(where, state=None if state is None else state.expanduser()) as cluster:

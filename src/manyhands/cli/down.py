@@ -16,9 +16,9 @@ from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, say
 from manyhands.cluster.client import Cluster
 from manyhands.cluster.dial import CoordinatorUnreachable
 from manyhands.cluster.duration import parse_duration
-from manyhands.cluster.identity import default_state
+from manyhands.cluster.identity import ADDRESS, default_state
 from manyhands.cluster.up import STORE
-from manyhands.core.errors import ManyhandsError
+from manyhands.core.errors import ManyhandsError, UsageError
 
 _LOOK_S = 0.1
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,11 +45,13 @@ def down(
         holder = Holder.find(folder / f"{STORE}.lock") if coordinator is None else None
         if holder is not None:
             stack.callback(holder.close)
+        elif coordinator is None and not folder.joinpath(ADDRESS).exists():
+            raise UsageError(
+                f"no cluster was ever up with its state in {folder}",
+                hint="--state DIR, as `manyhands up` had it, or --coordinator HOST:PORT",
+            )
         with connect(coordinator, state) as cluster:
-            cluster.shut_down()
-            if not json_output:
-                say("jobs and agents are told to end...")
-            gone = _until_silent(cluster, limit_s) if holder is None else holder.wait(limit_s)
+            gone = _ask(cluster, holder, limit_s)
     if not gone:
         raise ManyhandsError(
             f"the cluster has begun to go down, but is not after {limit_s:g} s",
@@ -88,6 +90,17 @@ class Holder:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _ask(cluster: Cluster, holder: Holder | None, limit_s: float) -> bool:
+    """Whether it was taken down within the limit; one that was not up is down."""
+    try:
+        cluster.shut_down()
+    except CoordinatorUnreachable as error:
+        say(f"it was not up: {error.message}")
+        return holder is None or holder.wait(limit_s)
+    say("jobs and agents are told to end...")
+    return _until_silent(cluster, limit_s) if holder is None else holder.wait(limit_s)
 
 
 def _until_silent(cluster: Cluster, limit_s: float) -> bool:

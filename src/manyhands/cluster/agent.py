@@ -21,8 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from manyhands._version import __version__
 from manyhands.cluster import keeper
+from manyhands.cluster.account import check_way, identity_of
 from manyhands.cluster.attempt import (
     AGENT_STOPPED,
     KEEPER_PATIENCE_S,
@@ -40,7 +43,6 @@ from manyhands.cluster.environment import (
     rank_environments,
     scrubbed,
 )
-from manyhands.cluster.account import check_way, identity_of
 from manyhands.cluster.lease import Lease
 from manyhands.cluster.ledger import AlreadyBegun, Key, Ledger
 from manyhands.cluster.line import Event, Line, Rejected, Renewed, Reported, Wanted, Welcomed
@@ -249,8 +251,9 @@ class Agent:
     def _take(self, event: Event | LogSettled) -> None:
         match event:
             case Welcomed(session, welcome):
-                self._heard_session = session
-                self._cluster = welcome.cluster
+                if welcome.cluster != self._cluster:
+                    self._session = 0
+                self._heard_session, self._cluster = session, welcome.cluster
                 self._offer_left()
                 self._report()
             case Wanted(session, wants):
@@ -348,13 +351,20 @@ class Agent:
                     attempt.stop(self._grace_s(attempt), self._lease.now_s(), why=why)
             return
         self._end_foreign()
-        if self._session == 0 or self._session != self._heard_session:
+        if self._session == 0:
             return  # nobody has said yet what this coordinator wants
-        wants = {(want.job, want.attempt): want for want in self._wants.wants}
+        # What was wanted before a connection broke may have been given to another host since.
+        may_start = self._lease.holds and self._session == self._heard_session
+        # An agent of a user's outlives a cluster that goes down, its jobs do not.
+        stop = self._wants.leave
+        wants = {
+            (want.job, want.attempt): msgspec.structs.replace(want, stop=want.stop or stop)
+            for want in self._wants.wants
+        }
         while deeds := compare(
-            () if self._wants.leave else self._wants.wants,
+            list(wants.values()),
             {key[1:]: a.held for key, a in self._attempts.items() if key[0] == self._cluster},
-            may_start=self._lease.holds,
+            may_start=may_start,
         ):
             for deed in deeds:
                 self._do(deed, wants.get(deed.key))

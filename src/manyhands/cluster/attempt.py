@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from subprocess import PIPE, Popen
+from subprocess import PIPE, Popen, TimeoutExpired
 
 from manyhands.cluster import keeper
 from manyhands.cluster.comparison import Held
@@ -183,7 +183,12 @@ class Attempt:
         self._release_port()
         if self._keeper is not None:
             self._close_pipes()
-            self._keeper.wait()
+            self._keeper.send_signal(signal.SIGCONT)
+            try:
+                self._keeper.wait(KEEPER_PATIENCE_S)
+            except TimeoutExpired:
+                self._keeper.kill()
+                self._keeper.wait()
             self._keeper = None
 
     def holding(self) -> Holding:

@@ -13,6 +13,7 @@ that could not be stored (`undo`) is found again by the next `watch`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
@@ -26,13 +27,14 @@ from manyhands.cluster.errors import (
     NotAHost,
     Unplaceable,
 )
-from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status, ranks_of
+from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status
 from manyhands.cluster.job import PLACED, Ending, Failure, Job, Place, Spec, State, moved, noted
-from manyhands.cluster.jobs import Changes, Jobs
-from manyhands.cluster.messages import Hello, Status, Task, Want, Wants
+from manyhands.cluster.jobs import Changes, HostRow, Jobs
+from manyhands.cluster.messages import Hello, Status, Wants
 from manyhands.cluster.schedule import Decisions, Entry
 from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
+from manyhands.cluster.task import want_of
 
 FORGET_S = 3600.0
 """A host that has been silent for so long is not one of the cluster's any more."""
@@ -57,7 +59,7 @@ class Book:
         lease_s: float,
         margin_s: float,
         jobs: Iterable[Job] = (),
-        hosts: Iterable[Hello] = (),
+        hosts: Iterable[HostRow] = (),
         next_id: int = 1,
         version: int = 0,
         hub: Callable[[int], tuple[str, str]] = no_hub,
@@ -68,10 +70,14 @@ class Book:
         self.is_leaving = False
         self.is_stale = True
         """Whether anything happened that the schedule should look at."""
+        self._asked_s = now_s
+        self._promised_s = math.inf
         self._hub = hub
         self._version = version
         self._jobs = Jobs(jobs, next_id)
-        self._hosts = {hello.host: Host(hello, now_s) for hello in hosts}
+        self._hosts = {
+            row.hello.host: Host(row.hello, now_s, inherited=set(row.inherited)) for row in hosts
+        }
         self._stirred: set[str] = set(self._hosts)
         self._hosts_before: dict[str, tuple[Host, Hello] | None] = {}
 
@@ -120,7 +126,7 @@ class Book:
         return [job.id for job in self.placed], hosts
 
     def next_due_s(self) -> float | None:
-        """When `watch` has something to do, if nothing happens before."""
+        """When there is something to do, if nothing happens before."""
         due = [
             host.heard_s + self.patience_s
             if host.silent_since_s is None
@@ -133,6 +139,8 @@ class Book:
             for job in self.placed
             if job.ending is None and job.spec.time_s is not None and job.started_s is not None
         ]
+        if self._asked_s < self._promised_s < math.inf:
+            due.append(self._promised_s)
         return min(due, default=None)
 
     # -- users -----------------------------------------------------------------------------------
@@ -255,7 +263,7 @@ class Book:
     def tick(self, now_s: float) -> None:
         """`watch`, then everything that the schedule decides."""
         self.watch(now_s)
-        self.adopt(self.decide(now_s, *self.ask()), now_s)
+        self.adopt(self.decide(now_s, *self.ask(now_s)), now_s)
 
     def watch(self, now_s: float) -> None:
         """Find who has been silent for too long, and what has run for too long."""
@@ -270,9 +278,9 @@ class Book:
                 self._end(job, State.PREEMPTED, "the cluster was taken down", now_s)
             self._settle(job.id, now_s)
 
-    def ask(self) -> tuple[Sequence[Offer], Sequence[Entry]]:
+    def ask(self, now_s: float) -> tuple[Sequence[Offer], Sequence[Entry]]:
         """What the schedule is to decide on."""
-        self.is_stale = False
+        self.is_stale, self._asked_s = False, now_s
         offers = [
             Offer(name, tuple(slot.index for slot in host.hello.slots))
             for name, host in sorted(self._hosts.items())
@@ -289,6 +297,7 @@ class Book:
                 places=job.places,
                 started_s=job.started_s,
                 ending=job.ending is not None,
+                ending_s=None if job.ending is None else job.ending.since_s,
             )
             for job in self.live
         ]
@@ -307,6 +316,7 @@ class Book:
             if job is not None and job.state is State.PENDING and self._is_free(job, places):
                 self._place(job, places, now_s)
         self.waits = dict(decisions.waits)
+        self._promised_s = math.inf if decisions.promise is None else decisions.promise.by_s
         self.is_stale = was_stale  # what the schedule placed is nothing new to it
 
     # -- changes ---------------------------------------------------------------------------------
@@ -317,7 +327,7 @@ class Book:
         return Changes(
             jobs=tuple(self._jobs.changed.values()),
             steps=tuple(self._jobs.steps),
-            hosts=tuple(host.hello for _, host in there if host is not None),
+            hosts=tuple(host.row() for _, host in there if host is not None),
             gone=tuple(name for name, host in there if host is None),
         )
 
@@ -369,7 +379,8 @@ class Book:
         for place in job.places if job.ending is None else ():
             if (host := self._hosts.get(place.host)) is not None:
                 host.untold.add((job.id, job.attempt))
-        ending = Ending(into=into, reason=reason, since_s=now_s)
+        since_s = now_s if job.ending is None else job.ending.since_s
+        ending = Ending(into=into, reason=reason, since_s=since_s)
         self._put(noted(job, ending=ending, failure=failure or job.failure), now_s)
 
     def _settle(self, id: int, now_s: float) -> None:
@@ -467,24 +478,10 @@ class Book:
     def _refresh(self, name: str) -> bool:
         host, wanted = self._hosts[name], self._wanted(name)
         host.prune(wanted)
-        wants = [self._want(job, name) for key, job in wanted.items() if not host.never(key, job)]
+        wants = [
+            want_of(job, host, self._hosts.get(job.places[0].host), self._hub)
+            for key, job in wanted.items()
+            if not host.never(key, job)
+        ]
         self._version += 1
         return host.want(tuple(wants), leave=self.is_leaving, version=self._version)
-
-    def _want(self, job: Job, name: str) -> Want:
-        first = self._hosts.get(job.places[0].host)
-        slots = next(place.slots for place in job.places if place.host == name)
-        held = None if first is None else first.held.get((job.id, job.attempt))
-        hub, run = self._hub(job.id)
-        task = Task(
-            spec=job.spec,
-            ranks=tuple(zip(ranks_of(job, name), slots, strict=True)),
-            world_size=job.spec.gpus,
-            num_hosts=len(job.places),
-            rank_of_host=[place.host for place in job.places].index(name),
-            master_addr="" if first is None else first.hello.address,
-            master_port=0 if held is None else held.port,
-            hub=hub,
-            run=run,
-        )
-        return Want(job=job.id, attempt=job.attempt, task=task, stop=job.ending is not None)

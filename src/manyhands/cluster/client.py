@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from manyhands.cluster.desk import Info, LogPlace, Node, Submission
+from manyhands.cluster.desk import Info, LogPlace, Submission
 from manyhands.cluster.dial import (
     CoordinatorRefused,
     CoordinatorUnreachable,
@@ -30,9 +30,11 @@ from manyhands.cluster.dial import (
 )
 from manyhands.cluster.errors import BadJob, ClusterError, NoSuchJob
 from manyhands.cluster.find import find_coordinator
+from manyhands.cluster.hosts import Node
 from manyhands.cluster.job import Job, Spec, State, Step
 from manyhands.cluster.messages import PROTOCOL, Hello, Status, Wants, Welcome
 from manyhands.cluster.office import OfficeRefused, OfficeUnreachable
+from manyhands.cluster.submission import checked_key
 
 POLL_S = 30.0
 """How long one request of a longer wait is held back by the coordinator."""
@@ -100,7 +102,7 @@ class Cluster:
             made = msgspec.convert({"command": list(command), **spec}, Spec)
         except msgspec.ValidationError as error:
             raise BadJob(f"this is not a job: {error}") from None
-        key = key or f"auto:{secrets.token_urlsafe(18).replace('_', '.')}"
+        key = checked_key(key) or f"auto:{secrets.token_urlsafe(18).replace('_', '.')}"
         try:
             body = msgspec.json.encode(Submission(spec=made, key=key))
         except UnicodeEncodeError:
@@ -202,6 +204,17 @@ class HttpOffice:
 
     def __init__(self, dialler: Dialler) -> None:
         self._dialler = dialler
+
+    def __enter__(self) -> HttpOffice:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         """Idempotent."""

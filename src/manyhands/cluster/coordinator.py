@@ -363,10 +363,19 @@ class Coordinator:
     def _tick(self, now_s: float) -> None:
         self._do(self._book.watch)
         with self._lock:
-            question = self._book.ask()
+            question = self._book.ask(now_s)
         # Outside of the lock: nobody has to wait for it, and `adopt` looks at what still holds.
         decisions = self._decide(now_s, *question)
-        self._do(lambda now_s: self._book.adopt(decisions, now_s))
+
+        def change(now_s: float) -> Collection[int | str]:
+            before = self._book.waits
+            self._book.adopt(decisions, now_s)
+            return {id for id, why in self._book.waits.items() if before.get(id) != why}
+
+        wait_otherwise = self._do(change)
+        with self._lock:
+            if wait_otherwise:
+                self._ring(wait_otherwise)
 
     def _wait_until_due(self) -> bool:
         """Whether there is something to do; False: it is over."""

@@ -132,6 +132,12 @@ class Crew:
         self._gone(KILL_S)
         return list(killed)
 
+    def ask_unheard(self) -> None:
+        """Those that the coordinator does not hear it cannot tell to leave: they are asked here."""
+        for host, started in self._left().items():
+            if not self._is_heard(host):
+                started.ask()
+
     def hurry(self) -> None:
         """Have those of this machine end their jobs without a grace, and go."""
         for started in self._left().values():

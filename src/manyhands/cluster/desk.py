@@ -14,28 +14,13 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from manyhands.cluster.hosts import Node
 from manyhands.cluster.job import KEY, NAME, Job, Spec, State, Step
-from manyhands.cluster.messages import PROTOCOL, Hello, Origin, Slot, Status, Wants, Welcome
+from manyhands.cluster.messages import PROTOCOL, Hello, Status, Wants, Welcome
 from manyhands.core.errors import ManyhandsError
 
 Changed = Collection[int | str] | None
 """The ids of jobs and the names of hosts that something is new about; None: look at everything."""
-
-
-class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A host, as users see it."""
-
-    name: str
-    address: str
-    state: str
-    """One word: here, silent, leaving..."""
-    slots: tuple[Slot, ...]
-    origin: Origin
-    heard_s: float
-    """When its agent was last heard, in seconds of the epoch."""
-    busy: dict[str, int] = {}
-    """Index of a slot, as text -> the job that has it."""
-    version: str = ""
 
 
 class Desk(Protocol):
@@ -76,8 +61,8 @@ class Desk(Protocol):
         ...
 
     def listen(self, heard: Callable[[Changed], None]) -> Callable[[], None]:
-        """Calls `heard` after every change, when it is on disk, from any thread; it returns at
-        once. What is returned ends it.
+        """Calls `heard` after every change, when it is on disk, from any thread, perhaps under a
+        lock: it returns at once and asks nothing. What is returned ends it.
         """
         ...
 

@@ -133,7 +133,12 @@ class Dialler:
         except BaseException as error:
             self._drop()
             if isinstance(error, Refused):
-                problem = Problem(code=error.code, message=error.message, hint=error.hint)
+                problem = Problem(
+                    code=error.code,
+                    message=f"{where} shows another certificate than the one that is pinned",
+                    hint="use the code that `manyhands up` prints now; if its certificate should "
+                    "not have changed, somebody may be in between",
+                )
                 raise CoordinatorRefused(0, problem) from None
             if isinstance(error, ssl.SSLError):
                 raise CoordinatorUnreachable(

@@ -87,6 +87,9 @@ class _Connection(H11Protocol):
         if self.scope.get(KNOWN):
             self._no_stranger()
         super().on_response_complete()
+        # A part of the next request may have come with the last one.
+        if self._is_between_requests() and self.conn.trailing_data[0]:
+            self._expect_headers()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -87,6 +87,10 @@ class Gate:
             raise
 
     def _admit(self, scope: Scope) -> None:
+        # h11 counts only what has not come in one piece.
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if size + len(scope["raw_path"]) + len(scope["query_string"]) > self._limits.headers_bytes:
+            raise HttpError(431, "headers", "the path and the headers are too long")
         host = _only(scope, b"host")
         if host is None or not self._is_ours(host):
             raise HttpError(
@@ -102,12 +106,13 @@ class Gate:
         if any(ord(sign) < 32 or ord(sign) == 127 for sign in scope["path"]):
             raise HttpError(404, "path", "no path has control characters in it")
         if scope["path"] == "/openapi.json":
+            self._count(None, _address(scope))
             return
         scope[ROLE] = self._role(scope)
         scope[KNOWN] = True
 
     def _role(self, scope: Scope) -> Role:
-        address = (scope.get("client") or ("",))[0]
+        address = _address(scope)
         scheme, _, shown = (_only(scope, b"authorization") or "").partition(" ")
         given = shown.strip().encode("latin-1", "replace")
         # Both are compared, whatever the first says: how long it takes tells nothing.
@@ -125,9 +130,12 @@ class Gate:
                 "a token is needed" if not shown else "this is not the token of this cluster",
                 hint="set MANYHANDS_TOKEN, or use the account that ran `manyhands up`",
             )
-        if wait_s := self._requests.take((fits[0], address)):
-            raise HttpError(429, "rate", "too many requests", retry_after_s=wait_s)
+        self._count(fits[0], address)
         return fits[0]
+
+    def _count(self, role: Role | None, address: str) -> None:
+        if wait_s := self._requests.take((role, address)):
+            raise HttpError(429, "rate", "too many requests", retry_after_s=wait_s)
 
     def _is_ours(self, header: str) -> bool:
         name = _host_name(header)
@@ -140,6 +148,10 @@ class Gate:
         except ValueError:
             return False
         return not self._loopback
+
+
+def _address(scope: Scope) -> str:
+    return (scope.get("client") or ("",))[0]
 
 
 def _host_name(header: str) -> str | None:

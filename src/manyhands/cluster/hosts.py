@@ -15,6 +15,7 @@ import msgspec
 
 from manyhands.cluster.errors import BadReport
 from manyhands.cluster.job import MAX_SLOTS, NAME, Job
+from manyhands.cluster.jobs import HostRow
 from manyhands.cluster.messages import (
     PROTOCOL,
     Hello,
@@ -103,6 +104,10 @@ class Host:
             return "expected"
         return "clearing" if self.has_debris else "here"
 
+    def row(self) -> HostRow:
+        """What has to outlive the coordinator."""
+        return HostRow(hello=self.hello, inherited=tuple(sorted(self.inherited)))
+
     def heard(self, now_s: float) -> None:
         """Its agent has spoken."""
         self.heard_s = max(self.heard_s, now_s)
@@ -124,6 +129,12 @@ class Host:
     def never(self, key: Key, job: Job) -> bool:
         """Whether its agent need never hear of this attempt: it is to end, and has not begun."""
         return job.ending is not None and key in self.fresh
+
+    def stops(self, key: Key, job: Job) -> bool:
+        """Whether its agent is to end this attempt. One that an agent before it was given is never
+        begun by this one, whatever it knows of it.
+        """
+        return job.ending is not None or key in self.inherited
 
     def take(self, status: Status, wanted: Mapping[Key, Job]) -> None:
         """Believe what the agent says it holds, as far as it is wanted and makes sense.

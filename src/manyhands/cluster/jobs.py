@@ -10,6 +10,15 @@ from manyhands.cluster.job import Job, Step
 from manyhands.cluster.messages import Hello
 
 
+class HostRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A host, as it is stored."""
+
+    hello: Hello
+    inherited: tuple[tuple[int, int], ...] = ()
+    """Attempts that were given to an agent before this one. A coordinator that comes back must not
+    give them to this one, which may never have seen them."""
+
+
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """What changed: to be stored as one, or not at all."""
 
@@ -17,7 +26,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """As they are now."""
     steps: tuple[Step, ...] = ()
     """Everything that happened to them, in order."""
-    hosts: tuple[Hello, ...] = ()
+    hosts: tuple[HostRow, ...] = ()
     """Hosts that are new, or not as they were."""
     gone: tuple[str, ...] = ()
     """Hosts that are none any more."""

@@ -239,6 +239,9 @@ class Keeper:
             self._obey()
             if self._kill_s is not None and clock_s() >= self._kill_s:
                 self._kill()
+        if sys.platform != "linux":  # where orphans do not come to us
+            for group in self._groups:
+                signal_group(group, signal.SIGKILL)
         self._record["done"] = True
         self._publish()
 

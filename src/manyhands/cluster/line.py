@@ -35,7 +35,7 @@ TAKEN_PATIENCE_S = 60.0
 _PER_LEASE = 4  # status messages, when nothing changes
 _MAX_REFUSALS = 3  # in a row, with a new Hello before each
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
-_JOIN_S = 1.0  # for a thread whose call may still wait; it is a daemon
+_JOIN_S = 0.2  # for a thread whose call may still wait; it is a daemon
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,18 @@ class Line:
             self._changed.wait_for(lambda: self._closing or self._connected)
             return self._session if self._connected and not self._closing else None
 
-    def broken(self, session: int) -> None:
+    def prove(self) -> bool:
+        """Block until a Status that is sent from now on has been taken: then the coordinator knows
+        this agent, if it did not before. False when the line is closed.
+        """
+        with self._changed:
+            session, number, status = self._status
+            self._status = (session, number + 1, status)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closing or self._sent > number)
+            return not self._closing
+
+    def _break(self, session: int) -> None:
         """That connection is no good: begin anew with a Hello."""
         with self._changed:
             if self._session == session:
@@ -146,14 +157,14 @@ class Line:
                 self._say_status(office)
                 pause_s, taken_until_s, complained = _FIRST_PAUSE_S, None, False
             except OfficeUnreachable as error:
-                self.broken(self._session)
+                self._break(self._session)
                 if not complained:
                     log.warning("the coordinator cannot be reached, trying again: %s", error)
                 complained = True
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
             except OfficeRefused as error:
-                self.broken(self._session)
+                self._break(self._session)
                 if error.code == HOST_TAKEN:
                     now_s = self._lease.now_s()
                     taken_until_s = taken_until_s or now_s + TAKEN_PATIENCE_S
@@ -208,12 +219,12 @@ class Line:
             try:
                 wants = office.wants(self._hello.host, self._hello.agent, version, WAIT_S)
             except OfficeUnreachable:
-                self.broken(session)
+                self._break(session)
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 continue
             except OfficeRefused as error:
-                self.broken(session)
+                self._break(session)
                 if not self._bear(error):
                     return
                 self._pause(pause_s)

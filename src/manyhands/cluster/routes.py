@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from manyhands.cluster import desk
+from manyhands.cluster.hosts import Node
 from manyhands.cluster.job import Job, Step
 from manyhands.cluster.messages import Hello, Status, Wants, Welcome
 
@@ -153,7 +154,7 @@ ROUTES = (
         does="nodes",
         summary="The hosts",
         role=Role.USER,
-        answers={200: list[desk.Node]},
+        answers={200: list[Node]},
     ),
     Route(
         method="POST",

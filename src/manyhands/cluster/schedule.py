@@ -15,49 +15,46 @@ hosts have is passed over: nothing that runs could end for it.
 
 The promise
 -----------
-`by_s` of the head: the first moment at which there is surely room. A job that runs is surely gone
-at started + limit + grace, one that is ending at `ending_s` + grace, one of lower priority than the
-head its grace after it is told to. Jobs without a limit are never surely gone. A job behind the
-head is started (or gets room made for it) only if one of these holds, where it would start at s:
+A job that runs is surely gone at started + limit + grace, one that is ending at ending + grace; one
+without a limit never is. Room for a head, at a time: what is free or surely gone by then, and what
+those of lower priority hold, whom it can tell to end at any time. `by_s` is the first moment with
+room enough. Behind the head a job that would start at s is started, or gets room made for it, if
 
   limit   s + limit + grace <= by_s: it is gone by then.
-  grace   the head could preempt it, and s + grace + LEAD_S < by_s. Those of lower priority that
-          are in the head's way are told to end in time, their grace (and LEAD_S, for a caller who
-          asks once a second) before by_s, so they too are gone by then.
-  spare   it takes no more slots than the head leaves of those that are surely there at by_s.
+  spare   it takes no more slots than the head leaves of the room at by_s.
+  lower   the head can preempt it, and s + grace <= by_s: less would not be worth its while.
 
-So at by_s there are at least as many slots for the head as it wants, whatever was started behind
-it. Jobs that end early only add to them. Hence: while hosts stay, limits are kept and nobody comes
-in front of it, by_s never moves to a later time and the head starts by then, which is also the
-first moment at which it could have started, without backfill, if every job used all its time.
-(If one ends early that no promise counts on, the head may start later than without backfill, but
-not later than promised: the usual terms of EASY backfill.)
+Claim: while hosts stay, limits are kept and nobody comes in front of the head, by_s never moves to
+a later time, and at by_s the head starts or its room is coming. Proof: what `limit` and `spare`
+let in leaves as much room at by_s as the head wants; what `lower` lets in is room itself; and jobs
+that end early only add to it. So there is room at by_s, as it was promised; then the head starts,
+or tells lower ones to end. by_s is also when there would have been room without backfill, if every
+job used all its time. Hence what "backfill never delays the head" means:
 
-If by_s is unknown (jobs without limits hold what the head needs), `limit` says nothing, and the
-head must not be delayed in *any* course of things. `spare` is then what is left over in the worst
-case: of all sets of jobs whose ends would make room for the head, the one that gives the least. A
-job so placed is never in the head's way. And whom the head can preempt it may always fill free
-slots with, at the known price of a grace: the head starts at most the longest grace of the lower
-ones that run later than it would have without them.
+  - equals in front of it do not delay it at all, measured by the time it was promised (one that
+    ends early may give room sooner than promised, to which the head has no right: the terms of
+    EASY backfill);
+  - lower ones may cost it one grace, the longest of the jobs that have to go, and no more: they
+    are all told at once. It is the price of using what would be idle until by_s.
+
+If by_s is unknown (jobs without limits hold what the head needs), `limit` says nothing, and no
+course of things may find an equal in the head's way. `spare` is then what is left over in the worst
+case: of all sets of jobs whose ends would make room for the head, the one that gives the least.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from manyhands.cluster.job import Place, Priority
 from manyhands.cluster.room import Candidate, Floor, Victims, least_above, taken_from
 
-LEAD_S = 1.0
-"""How much sooner than by their grace alone the jobs in the head's way are told to end. Whoever
-calls `decide` does so after every change, and at least so often.
-"""
-RANKS = range(len(Priority))
-Terms = Literal["limit", "grace", "spare"]
+RANK: Mapping[Priority, int] = {priority: priority.rank for priority in Priority}
+RANKS = sorted(RANK.values())
 
 
 class Host(NamedTuple):
@@ -88,7 +85,7 @@ class Entry(msgspec.Struct, frozen=True):
     @property
     def rank(self) -> int:
         """Of its priority."""
-        return self.priority.rank
+        return RANK[self.priority]
 
 
 class Promise(NamedTuple):
@@ -96,7 +93,9 @@ class Promise(NamedTuple):
 
     job: int
     by_s: float
-    """It starts then at the latest; infinite while jobs without a limit are in its way."""
+    """There is room for it then: it starts, or lower ones are told to end. Infinite while jobs
+    without a limit are in its way.
+    """
 
 
 class Decisions(msgspec.Struct, frozen=True):
@@ -113,8 +112,10 @@ class Decisions(msgspec.Struct, frozen=True):
 def decide(
     now_s: float, hosts: Sequence[Host], entries: Sequence[Entry], *, backfill: bool = True
 ) -> Decisions:
-    """What to do now. Pure, total, and the same for any order of its arguments. Names of hosts and
-    ids of jobs must be unique. Without `backfill` nobody is started behind the head.
+    """What to do now; to be asked after every change. Pure, total, and the same for any order of
+    its arguments. Names of hosts and ids of jobs must be unique. Asked again when that was done and
+    nothing else happened, it wants nothing more. Without `backfill` nobody is started behind the
+    head.
     """
     return Tick(now_s, hosts, entries, backfill=backfill).decided()
 
@@ -165,8 +166,9 @@ class Tick:
         self._head: Entry | None = None
         self._by_s = math.inf
         self._spare: int | None = None
-        self._spare_claims = 0
+        """Slots that the head leaves; None: not yet counted."""
         self._claimed = False
+        """Whether somebody waits for room that is coming: all that is free is held for him."""
         self._place: list[tuple[int, tuple[Place, ...]]] = []
         self._preempt: list[tuple[int, int]] = []
         self._waits: dict[int, str] = {}
@@ -223,7 +225,6 @@ class Tick:
                 self._promise(entry)
         promise = None
         if self._head is not None and not self._claimed:
-            self._clear_the_way(self._head)
             promise = Promise(self._head.id, self._by_s)
         return Decisions(tuple(self._place), tuple(self._preempt), self._waits, promise)
 
@@ -285,62 +286,37 @@ class Tick:
             self._spare = room - entry.slots
 
     def _gone_for(self, head: Entry, one: Running) -> float:
-        if one.entry.rank < head.rank:
-            return min(one.gone_s, self._now_s + one.entry.grace_s)
-        return one.gone_s
+        return self._now_s if one.entry.rank < head.rank else one.gone_s
 
     def _spare_slots(self, head: Entry) -> int:
-        """What whoever stays may take, if nobody knows when: see above."""
+        """What whoever stays may take, if nobody knows when: see above. Jobs that are ending are
+        among those that may be gone first or last.
+        """
         if self._spare is None:
-            stays = [
-                one.num_slots
-                for one in self._running.values()
-                if not one.told and one.entry.rank >= head.rank
+            others = [
+                one.num_slots for one in self._running.values() if one.entry.rank >= head.rank
             ]
-            room = self._total - sum(stays)  # free, coming, or of lower ones
-            least = least_above(stays, head.slots - room)
+            room = self._total - sum(others)  # free, or of lower ones
+            least = least_above(others, head.slots - room)
             self._spare = 0 if least is None else room + least - head.slots
         return self._spare
-
-    def _clear_the_way(self, head: Entry) -> None:
-        """Tell those of lower priority to end that the promise counts on, if it is time to."""
-        if self._by_s == math.inf:
-            return
-        needed = head.slots + self._spare_claims - self._floor.count
-        ways: list[list[Candidate]] = [[] for _ in RANKS]
-        for one in self._running.values():
-            if one.gone_s <= self._by_s:
-                needed -= one.num_slots
-            elif self._gone_for(head, one) <= self._by_s:
-                ways[one.entry.rank].append(self._candidate(one))
-        classes = [Victims(those) for those in ways]
-        needed = min(needed, sum(victims.count for victims in classes))
-        for victim in taken_from(classes, needed):
-            if self._now_s + victim.grace_s + LEAD_S >= self._by_s:
-                self._tell(victim.id, head)
 
     # Behind the head
 
     def _follow(self, entry: Entry) -> None:
         head = self._head
         assert head is not None
-        self._waits[entry.id] = f"wants {_slots(entry.slots)}; others are first"
-        if self._claimed or not self._backfill:
-            return
         starts_s = self._now_s
         if entry.slots > self._free:
-            if entry.slots > self._free + self._coming + self._below(entry.rank):
+            room = 0 if self._claimed else self._free + self._coming + self._below(entry.rank)
+            if entry.slots > room:
+                self._waits[entry.id] = f"wants {_slots(entry.slots)}; others are first"
                 return
             starts_s = self._room_by_s(entry)
-        terms = self._terms(head, entry, starts_s)
-        if terms is None:
+        if self._backfill and self._may_follow(head, entry, starts_s):
+            self._begin(entry)
+        else:
             self._waits[entry.id] = f"wants {_slots(entry.slots)}; would delay job {head.id}"
-            return
-        if terms == "spare":
-            self._spare = self._spare_slots(head) - entry.slots
-            if entry.slots > self._free:
-                self._spare_claims += entry.slots
-        self._begin(entry)
 
     def _room_by_s(self, entry: Entry) -> float:
         """When room that has to be made for it is surely there."""
@@ -349,14 +325,17 @@ class Tick:
         longest_s = max(victims.longest_s for victims in self._lower(entry.rank))
         return max(self._told_by_s, self._now_s + longest_s)
 
-    def _terms(self, head: Entry, entry: Entry, starts_s: float) -> Terms | None:
-        """On what terms it may start then, in front of the head; None: it would delay it."""
+    def _may_follow(self, head: Entry, entry: Entry, starts_s: float) -> bool:
+        """Whether it may start then, in front of the head. Counts what it takes of the spare."""
         ends_s = math.inf if entry.limit_s is None else starts_s + entry.limit_s + entry.grace_s
         if ends_s <= self._by_s < math.inf:
-            return "limit"
-        if entry.rank < head.rank and starts_s + entry.grace_s + LEAD_S < self._by_s:
-            return "grace"
-        return "spare" if entry.slots <= self._spare_slots(head) else None
+            return True
+        if entry.rank < head.rank:
+            return starts_s + entry.grace_s <= self._by_s
+        if entry.slots > self._spare_slots(head):
+            return False
+        self._spare = self._spare_slots(head) - entry.slots
+        return True
 
 
 def _slots(count: int) -> str:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -167,11 +168,16 @@ class Server:
                 loopback=self.is_plain,
                 limits=self._limits,
             )
-            self._running = _Uvicorn(self._config(gate), bell, self._limits, self._ready.set)
+            identity = self._identity
+            tls = None
+            if not self.is_plain:
+                tls = server_context(identity.key_pem, identity.certificate_pem)
+            self._running = _Uvicorn(
+                self._config(gate), bell=bell, limits=self._limits, tls=tls, ready=self._ready.set
+            )
             await self._running.serve(sockets=[listening])
 
     def _config(self, gate: Gate) -> uvicorn.Config:
-        identity = self._identity
         door = Door(self._limits)
         return uvicorn.Config(
             cast("Any", gate),  # uvicorn's own ASGI types are closed TypedDicts
@@ -189,9 +195,6 @@ class Server:
             timeout_keep_alive=max(1, int(self._limits.idle_s)),
             timeout_graceful_shutdown=_GRACE_S,
             h11_max_incomplete_event_size=self._limits.headers_bytes,
-            ssl_context_factory=None
-            if self.is_plain
-            else lambda _config, _make: server_context(identity.key_pem, identity.certificate_pem),
         )
 
     def _shut_down_desk(self) -> None:
@@ -204,10 +207,17 @@ class _Uvicorn(uvicorn.Server):
     """uvicorn's server, with an end to TLS handshakes and a sign when it listens."""
 
     def __init__(
-        self, config: uvicorn.Config, bell: Bell, limits: HttpLimits, ready: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        *,
+        bell: Bell,
+        limits: HttpLimits,
+        tls: ssl.SSLContext | None,
+        ready: Callable[[], None],
     ) -> None:
         super().__init__(config)
         self._bell = bell
+        self._tls = tls
         self._limits = limits
         self._tell_ready = ready
         self._loop = asyncio.get_running_loop()
@@ -229,7 +239,9 @@ class _Uvicorn(uvicorn.Server):
                     await self._left.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, which leaves the time for a TLS handshake at a minute."""
+        """As uvicorn's own, which takes certificates from files and leaves a TLS handshake a
+        minute.
+        """
         config = self.config
 
         def protocol() -> asyncio.Protocol:
@@ -240,8 +252,8 @@ class _Uvicorn(uvicorn.Server):
             await self._loop.create_server(
                 protocol,
                 sock=sock,
-                ssl=config.ssl,
-                ssl_handshake_timeout=self._limits.headers_s if config.ssl else None,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._limits.headers_s if self._tls else None,
                 backlog=config.backlog,
             )
             for sock in sockets or []
@@ -256,7 +268,9 @@ def _ring(bell: Bell, name: LogName) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # By its number: asyncio sets TCP_NODELAY only where the protocol is said, and without it every
+    # answer waits 40 ms for an acknowledgement.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))

@@ -25,8 +25,7 @@ import msgspec
 
 from manyhands.cluster.errors import Fenced, StoreError, StoreFull, StoreHeld
 from manyhands.cluster.job import Job, State, Step
-from manyhands.cluster.jobs import Changes
-from manyhands.cluster.messages import Hello
+from manyhands.cluster.jobs import Changes, HostRow
 
 T = TypeVar("T")
 APPLICATION_ID = 0x6D684A31  # "mhJ1"
@@ -60,7 +59,7 @@ class Loaded(NamedTuple):
 
     jobs: Sequence[Job]
     """Those that are not over."""
-    hosts: Sequence[Hello]
+    hosts: Sequence[HostRow]
     next_id: int
 
 
@@ -133,7 +132,7 @@ class Store:
         steps = [
             (step.job, step.seq, step.state.value, step.reason, step.at_s) for step in changes.steps
         ]
-        hosts = [(hello.host, encode(hello)) for hello in changes.hosts]
+        hosts = [(row.hello.host, encode(row)) for row in changes.hosts]
         with self._write_lock, _told(self.path), _transaction(self._open(self._writer)) as writer:
             self._check_generation(writer)
             writer.executemany(_PUT_JOB, jobs)
@@ -147,7 +146,7 @@ class Store:
         hosts = self._query(
             "SELECT value FROM hosts ORDER BY name",
             (),
-            lambda row: msgspec.json.decode(row[0], type=Hello),
+            lambda row: msgspec.json.decode(row[0], type=HostRow),
         )
         [last] = self._query("SELECT coalesce(max(id), 0) FROM jobs", (), lambda row: int(row[0]))
         return Loaded(jobs, hosts, last + 1)

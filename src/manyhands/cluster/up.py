@@ -45,8 +45,6 @@ from manyhands.links.hub import Hub
 STORE = "jobs.db"
 READY_S = 60.0
 """For the agents of a hostfile to say hello, before `up` says who did not."""
-HURRY_S = 10.0
-"""For agents and jobs that were told to end at once."""
 LEASE_S = 15.0
 _LOOK_S = 0.2
 _HERE = frozenset({"here", "clearing"})
@@ -271,6 +269,7 @@ class Up:
         unless it is told to `hurry`. What could not be ended as it should, for people.
         """
         self.crew.stop_starting()
+        self.crew.ask_unheard()
         troubles = self._dismiss()
         killed = self.crew.end(hurry=self._hurry)
         if not troubles and not killed:
@@ -301,9 +300,10 @@ class Up:
         with self._news:
             self._news.wait_for(lambda: is_done.is_set() or self._hurry.is_set())
         if not is_done.is_set():
-            self.crew.hurry()
-            if not is_done.wait(HURRY_S):
-                return [f"jobs had not ended after {HURRY_S:g} s: they end with their agents"]
+            # Agents that hurry do not stay to report: the next `up` hears of it.
+            far = [host.name for host in self.settings.hosts if not host.is_here]
+            troubles += [f"{name} was told to end its jobs, and goes when it has" for name in far]
+            return [*troubles, "jobs were not waited for: they begin again at the next `up`"]
         return troubles
 
     # -- who is there ---------------------------------------------------------------------------

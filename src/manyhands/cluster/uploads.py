@@ -23,8 +23,7 @@ from manyhands.cluster.office import Office, OfficeRefused, OfficeUnreachable
 CHUNK_BYTES = 1 << 20
 LOOK_S = 0.2
 _RETRY_S = 1.0  # when the office has no room for it
-_MAX_REFUSALS = 2  # one may be that of a coordinator that does not know us yet
-_JOIN_S = 1.0
+_JOIN_S = 0.2
 
 
 @dataclass(slots=True)
@@ -33,12 +32,13 @@ class _Upload:
     rank: int
     path: Path
     offset: int = 0
-    refusals: int = 0
+    proven: bool = False
+    """It was refused, and the coordinator has proved since that it knows us."""
     ended: bool = False
     """Nobody writes it any more."""
     settled: bool = False
     waits: bool = False
-    """The office took nothing of the last chunk."""
+    """The office took nothing of the last chunk, or was not there."""
 
 
 class Uploads:
@@ -107,10 +107,9 @@ class Uploads:
                     return
                 self._woken = False
                 open_ones = [upload for upload in self._uploads if not upload.settled]
-            session = self._line.wait_connected() if open_ones else None
-            if session is None:
+            if not open_ones or self._line.wait_connected() is None:
                 continue
-            while open_ones := [u for u in open_ones if self._advance(office, session, u)]:
+            while open_ones := [upload for upload in open_ones if self._advance(office, upload)]:
                 pass
 
     def _look_s(self) -> float | None:
@@ -120,7 +119,7 @@ class Uploads:
             return None
         return _RETRY_S if all(upload.waits for upload in left) else LOOK_S
 
-    def _advance(self, office: Office, session: int, upload: _Upload) -> bool:
+    def _advance(self, office: Office, upload: _Upload) -> bool:
         """Send one chunk; whether there may be more at once."""
         ended = upload.ended  # before the size is looked at: nothing is written after it
         data = self._next_chunk(upload)
@@ -134,17 +133,21 @@ class Uploads:
                 *(upload.offset, data),
             )
         except OfficeUnreachable:
-            self._line.broken(session)
+            upload.waits = True
             return False
         except OfficeRefused:
-            upload.refusals += 1
-            self._line.broken(session)
-            if upload.refusals >= _MAX_REFUSALS:
-                self._settle(upload)
-            return False
+            return self._bear(upload)
         upload.waits = has == upload.offset
-        upload.offset, upload.refusals = has, 0
+        upload.offset, upload.proven = has, False
         return not upload.waits
+
+    def _bear(self, upload: _Upload) -> bool:
+        """Refused: by a coordinator that does not know us yet, perhaps; else for good."""
+        if upload.proven:
+            self._settle(upload)
+            return False
+        upload.proven = self._line.prove()
+        return upload.proven
 
     def _next_chunk(self, upload: _Upload) -> bytes:
         try:

@@ -1,0 +1,519 @@
+"""The cluster's commands as a user types them: options, output, JSON, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+
+import pytest
+from typer.main import get_command
+
+from manyhands.cli.agent import default_state as agent_state
+from manyhands.cli.agent import host_name, numbers
+from manyhands.cli.follow import after
+from manyhands.cli.listing import failure_lines, job_lines, job_rows, node_rows
+from manyhands.cli.main import COMMANDS
+from manyhands.cli.submit import default_name, variables
+from manyhands.cli.up import READY_LINE, hosts_of
+from manyhands.cluster.code import Code
+from manyhands.cluster.hosts import Node
+from manyhands.cluster.job import Ending, Failure, Job, Place, Spec, State, Step
+from manyhands.cluster.messages import Kind, Origin, Slot
+from manyhands.cluster.routes import Role
+from manyhands.core.errors import SettingsError
+from tests.cluster.running import WAIT_S, World
+
+WHERE = ["--coordinator", "--json", "--state"]
+FLAGS = {
+    "up": [
+        *("--advertise", "--bind", "--hostfile", "--json", "--lease", "--logdir", "--python"),
+        *("--slots", "--ssh", "--state", "--user"),
+    ],
+    "down": [*WHERE, "--timeout"],
+    "agent": [
+        "--address",
+        "--gpus",
+        "--json",
+        "--name",
+        "--origin",
+        "--slots",
+        "--state",
+        "--user",
+    ],
+    "submit": [
+        *(*WHERE, "--batch", "--env", "--gpus", "--grace", "--key", "--max-restarts", "--name"),
+        *("--no-check", "--priority", "--time", "--wait", "--workdir"),
+    ],
+    "jobs": [*WHERE, "--in", "--limit"],
+    "status": WHERE,
+    "logs": [*WHERE, "--attempt", "--follow", "--rank", "-f"],
+    "cancel": [*WHERE, "--wait"],
+    "nodes": WHERE,
+}
+"""Frozen: scripts of users rely on them. Add freely; change one only with a deprecation."""
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_flags(name):
+    from importlib import import_module
+
+    command = get_command(import_module(COMMANDS[name].module).app)
+    found = {flag for parameter in command.params for flag in parameter.opts if flag[0] == "-"}
+    assert sorted(found) == sorted(FLAGS[name])
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One cluster for all tests that neither stop nor change it."""
+    made = World(tmp_path_factory.mktemp("world"))
+    made.up("--slots", "2")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def world(shared):
+    yield shared
+    shared.cluster.close()  # it dials again when it is asked again
+
+
+@pytest.fixture
+def call(world):
+    """`manyhands COMMAND --state STATE ARGUMENTS`: exit code, stdout, stderr."""
+
+    def run(command, *arguments, **popen):
+        done = world.command(command, "--state", str(world.state), *arguments, **popen)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+# -- submit -----------------------------------------------------------------------------------
+
+
+def test_submit_says_the_id_and_what_to_type(world, call):
+    code, out, err = call("submit", "--gpus", "2", "--", "sh", "-c", "echo from $RANK")
+    assert (code, err) == (0, "")
+    id = re.match(r"job (\d+) \(sh\): PENDING", out)[1]
+    for word in ("logs", "status", "cancel"):
+        assert f"manyhands {word} {id}" in out
+    job = world.cluster.wait(int(id), WAIT_S)
+    assert job.spec.workdir == str(world.folder)
+    assert job.exit_code == 0
+
+
+def test_submit_with_every_option(world, call, tmp_path):
+    (tmp_path / "train.py").write_text("import os; print(os.environ['LR'], os.getcwd())")
+    code, out, _ = call(
+        *("submit", "--json", "--name", "mine", "--gpus", "2", "--batch", "6"),
+        *("--priority", "best-effort", "--max-restarts", "1", "--time", "1:30:00"),
+        *("--grace", "5s", "--env", "LR=a=b", "--env", "X=", "--workdir", str(tmp_path)),
+        *("--key", "k-1", "--", "python", "-u", "train.py", "--gpus", "9"),
+    )
+    assert code == 0
+    spec = json.loads(out)["spec"]
+    assert spec == {
+        "command": ["python", "-u", "train.py", "--gpus", "9"],
+        "name": "mine",
+        "gpus": 2,
+        "batch": 6,
+        "priority": "best-effort",
+        "max_restarts": 1,
+        "time_s": 5400.0,
+        "grace_s": 5.0,
+        "env": {"LR": "a=b", "X": ""},
+        "workdir": str(tmp_path),
+    }
+    job = world.cluster.wait(json.loads(out)["id"], WAIT_S)
+    assert job.exit_code == 0, job
+    assert b"".join(world.cluster.logs(job.id)) == f"a=b {tmp_path}\n".encode()
+
+
+def test_one_key_is_one_job(call):
+    first = call("submit", "--json", "--key", "twice", "--", "true")
+    second = call("submit", "--json", "--key", "twice", "--", "true")
+    assert first[0] == second[0] == 0
+    assert json.loads(first[1])["id"] == json.loads(second[1])["id"]
+    code, _, err = call("submit", "--key", "twice", "--", "false")
+    assert code == 2
+    assert "belongs to job" in err
+
+
+def test_wait_shows_the_output_and_exits_as_the_job_does(call):
+    script = "echo out; echo err >&2; exit 7"
+    code, out, err = call("submit", "--wait", "--", "sh", "-c", script)
+    assert (code, out) == (7, "out\nerr\n")
+    assert "FAILED, exit code 7" in err
+    code, out, err = call("submit", "--wait", "--json", "--", "sh", "-c", "echo hello")
+    assert code == 0
+    assert json.loads(out)["state"] == "SUCCEEDED"
+    assert "hello\n" in err
+
+
+def test_wait_and_a_time_limit(call):
+    code, _, err = call(
+        *("submit", "--wait", "--time", "0.2", "--grace", "1", "--", "sh", "-c", "sleep 600")
+    )
+    assert code == 124
+    assert "TIMEOUT" in err
+
+
+def test_ctrl_c_in_wait_leaves_the_job(world):
+    process = world.start(
+        *("submit", "--state", str(world.state), "--wait", "--"),
+        *("sh", "-c", "echo ready; while ! test -e go-on; do sleep 0.02; done"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    id = int(re.search(r"job (\d+) goes on", err)[1])
+    assert f"manyhands cancel {id}" in err
+    assert world.cluster.job(id).state is State.RUNNING
+    (world.folder / "go-on").touch()
+    assert world.cluster.wait(id, WAIT_S).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--", "no-such-program"], "no program 'no-such-program' on PATH"),
+        (["--", "python", "trian.py"], "there is no script"),
+        (["--", "torchrun", "x.py"], ""),
+        (["--workdir", "/no/such", "--", "true"], "no folder /no/such"),
+        (["--gpus", "3", "--", "true"], "asks for 3 slots, and the cluster has 2"),
+        (["--gpus", "2", "--batch", "1", "--", "true"], "cannot be split over 2"),
+        (["--time", "soon", "--", "true"], "--time cannot be 'soon'"),
+        (["--env", "NOVALUE", "--", "true"], "--env 'NOVALUE' has no value"),
+        (["--env", "RANK=3", "--", "true"], "RANK is set by the cluster"),
+        (["--priority", "urgent", "--", "true"], "urgent"),
+        (["--name", "no spaces", "--", "true"], "no spaces"),
+        ([], "COMMAND"),
+    ],
+)
+def test_what_can_be_seen_at_once_is_said_at_once(call, arguments, words):
+    code, out, err = call("submit", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert "hint:" in err or "Usage:" in err
+
+
+def test_the_way_round_a_check(call):
+    code, out, _ = call("submit", "--no-check", "--json", "--wait", "--", "no-such-program")
+    assert code != 0
+    assert json.loads(out)["state"] == "FAILED"
+
+
+# -- looking ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def failed(shared):
+    """A job whose rank 1 has failed."""
+    script = 'echo rank $RANK; test $RANK = 0 && exec sleep 600; echo "no luck" >&2; exit 9'
+    job = shared.submit(script, gpus=2, name="unlucky", grace_s=1.0)
+    return shared.cluster.wait(job.id, WAIT_S)
+
+
+def test_jobs(call, failed):
+    code, out, _ = call("jobs", "--limit", "100")
+    assert code == 0
+    head, *rows = out.splitlines()
+    assert head.split()[:4] == ["ID", "NAME", "STATE", "GPUS"]
+    (row,) = [row for row in rows if row.split()[0] == str(failed.id)]
+    assert row.split()[1:4] == ["unlucky", "FAILED", "2"]
+    listed = json.loads(call("jobs", "--json", "--in", "failed")[1])
+    assert {job["state"] for job in listed} == {"FAILED"}
+    assert failed.id in {job["id"] for job in listed}
+
+
+def test_status_has_the_failure_on_top_and_every_step(call, failed):
+    code, out, _ = call("status", str(failed.id))
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == f"job {failed.id}  unlucky  FAILED, exit code 9"
+    top = "\n".join(lines[:6])
+    assert "rank 1 on" in top
+    assert "no luck" in top
+    found = [line.split()[2] for line in lines if re.match(r"  \d{4}-\d\d-\d\d ", line)]
+    assert found[:2] == ["PENDING", "STARTING"]
+    assert found[-1] == "FAILED"
+    told = json.loads(call("status", "--json", str(failed.id))[1])
+    assert told["job"]["failure"]["rank"] == 1
+    assert [step["state"] for step in told["history"]] == found
+
+
+def test_logs_of_a_failure_begin_with_it(call, failed):
+    code, out, err = call("logs", str(failed.id))
+    assert (code, out) == (0, "rank 1\nno luck\n")
+    assert err.startswith("rank 1 on")
+    assert "exit code 9" in err
+    assert call("logs", str(failed.id), "--rank", "0")[1] == "rank 0\n"
+    assert call("logs", str(failed.id), "-f", "--attempt", "0")[1] == "rank 1\nno luck\n"
+    lines = call("logs", "--json", str(failed.id))[1].splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"rank": 1, "line": "rank 1"},
+        {"rank": 1, "line": "no luck"},
+    ]
+
+
+def test_logs_are_followed_to_the_end(world):
+    job = world.submit("echo one; while ! test -e two; do sleep 0.02; done; echo two")
+    process = world.start(
+        *("logs", "--state", str(world.state), str(job.id), "-f"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "one\n"
+    (world.folder / "two").touch()
+    out, _ = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (0, "two\n")
+
+
+def test_nodes(call):
+    code, out, _ = call("nodes")
+    assert code == 0
+    head, row = out.splitlines()
+    assert head.split()[:3] == ["HOST", "STATE", "SLOTS"]
+    assert row.split()[1:4] == ["here", "2", "cpu"]
+    (node,) = json.loads(call("nodes", "--json")[1])
+    assert len(node["slots"]) == 2
+
+
+def test_cancel(world, call):
+    job = world.submit("exec sleep 600")
+    code, out, _ = call("cancel", "--wait", str(job.id))
+    assert (code, out) == (0, f"job {job.id}: CANCELLED\n")
+    again = call("cancel", "--json", str(job.id))
+    assert (again[0], json.loads(again[1])[0]["exit_code"]) == (0, 143)
+
+
+def test_cancel_of_some_that_are_and_some_that_are_not(world, call):
+    job = world.submit("exec sleep 600")
+    code, out, err = call("cancel", "--wait", "99998", str(job.id), "99999")
+    assert (code, out) == (2, f"job {job.id}: CANCELLED\n")
+    assert "no job 99998" in err
+    assert "no job 99999" in err
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel"])
+def test_numbers_that_no_job_has(call, command):
+    code, out, err = call(command, "99999")
+    assert (code, out) == (2, "")
+    assert "there is no job 99999" in err
+    assert "manyhands jobs" in err
+
+
+def test_ranks_and_attempts_that_are_not_there(call, failed):
+    assert call("logs", str(failed.id), "--rank", "5")[0] == 2
+    assert call("logs", str(failed.id), "--attempt", "5")[0] == 2
+
+
+def test_another_way_to_say_where(world, call):
+    environ = {**world.environ, "XDG_STATE_HOME": str(world.folder / "none")}
+    environ["MANYHANDS_COORDINATOR"] = f"127.0.0.1:{world.port}"
+    environ["MANYHANDS_TOKEN"] = (world.state / "token").read_text()
+    assert world.command("nodes", env=environ).returncode == 0
+    token = (world.state / "token").read_text()
+    code = Code(role=Role.USER, host="127.0.0.1", port=world.port, token=token).pack()
+    environ = {**world.environ, "XDG_STATE_HOME": str(world.folder / "none")}
+    assert world.command("nodes", "--coordinator", code, env=environ).returncode == 0
+    environ["MANYHANDS_TOKEN"] = "x" * 32
+    done = world.command("nodes", "--coordinator", f"127.0.0.1:{world.port}", env=environ)
+    assert done.returncode == 1
+    assert "token" in done.stderr
+
+
+# -- without a cluster ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["jobs", "nodes", "down"])
+def test_no_cluster_was_ever_there(tmp_path, command):
+    world = World(tmp_path)
+    done = world.command(command, "--state", str(tmp_path / "none"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "hint:" in done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_cluster_that_was(tmp_path):
+    world = World(tmp_path)
+    try:
+        world.up("--slots", "0").end()
+        done = world.command("jobs", "--state", str(world.state))
+        assert done.returncode == 1
+        assert "manyhands up" in done.stderr
+        done = world.command("down", "--state", str(world.state))
+        assert (done.returncode, done.stdout) == (0, "the cluster is down\n")
+        assert "it was not up" in done.stderr
+    finally:
+        world.close()
+
+
+def test_up_for_people(tmp_path):
+    world = World(tmp_path)
+    try:
+        process = world.start(
+            *("up", "--bind", "127.0.0.1:0", "--state", str(world.state), "--slots", "1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        lines = []
+        while READY_LINE not in lines:
+            lines.append(process.stdout.readline().rstrip("\n"))
+            assert lines[-1] or len(lines) < 50, process.stderr.read()
+        said = "\n".join(lines)
+        assert "mhc1-" in said
+        assert f"manyhands submit --state {world.state}" in said
+        assert (tmp_path / "logs").is_dir()
+        process.terminate()
+        out, err = process.communicate(timeout=WAIT_S)
+        assert (process.returncode, out) == (0, "the cluster is down\n"), err
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["up", "--hostfile", "none.txt"], 2, "cannot read the hostfile"),
+        (["up", "--lease", "0.1"], 2, "a lease of 0.1 s"),
+        (["up", "--ssh", "ssh 'half"], 2, "--ssh"),
+        (["up", "--bind", "127.0.0.1:none"], 2, "HOST:PORT"),
+        (["up", "--bind", "192.0.2.1:0"], 1, "cannot listen"),
+        (["agent", "nonsense"], 2, "mhc1-"),
+        (["agent", "-"], 2, "no code on stdin"),
+        (["agent", "mh1-x"], 2, "of a hub"),
+        (["down", "--timeout", "x"], 2, "--timeout"),
+    ],
+)
+def test_errors_say_what_to_do(tmp_path, arguments, code, words):
+    world = World(tmp_path)
+    environ = {**world.environ, "XDG_STATE_HOME": str(tmp_path)}
+    done = world.command(*arguments, env=environ)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "hint:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# -- small things -----------------------------------------------------------------------------
+
+
+def test_names_of_jobs():
+    assert default_name(["python", "-u", "a dir/train.py"]) == "train.py"
+    assert default_name(["/usr/bin/python3", "-m", "pkg"]) == "python3"
+    assert default_name(["./run me.sh"]) == "run-me.sh"
+    assert default_name(["_"]) == ""
+
+
+def test_variables():
+    assert variables(["A=1", "B=x=y", "C="]) == {"A": "1", "B": "x=y", "C": ""}
+    with pytest.raises(SettingsError) as caught:
+        variables(["=secret"])
+    assert "secret" not in str(caught.value)
+
+
+def test_hosts_without_a_file():
+    (host,) = hosts_of(None, None)
+    assert (host.is_here, host.slots) == (True, None)
+    assert hosts_of(None, 3)[0].slots == 3
+    assert hosts_of(None, 0) == ()
+
+
+def test_slots_are_for_hosts_that_have_none_in_the_file(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("a\nb slots=1\nc,4\n")
+    found = [(host.name, host.slots, host.gpus) for host in hosts_of(file, 2)]
+    assert found == [("a", 2, ()), ("b", 1, ()), ("c", None, (4,))]
+
+
+def test_agents_arguments(monkeypatch):
+    assert numbers("0,3") == (0, 3)
+    assert numbers(None) == ()
+    with pytest.raises(SettingsError, match="--gpus"):
+        numbers("0,x")
+    with pytest.raises(SettingsError, match="cannot be called"):
+        host_name("no spaces")
+    monkeypatch.setenv("XDG_STATE_HOME", "/s")
+    code = Code(role=Role.AGENT, host="::1", port=1, token="t")
+    assert str(agent_state(code, "h", None)) == "/s/manyhands/agents/--1-1/h"
+    assert str(agent_state(code, "h", "ann")) == "/var/lib/manyhands/agents/--1-1/h"
+
+
+def test_a_log_from_a_point_on():
+    assert list(after(0, iter([b"ab", b"cd"]))) == [b"ab", b"cd"]
+    assert list(after(3, iter([b"ab", b"cd", b"e"]))) == [b"d", b"e"]
+    assert list(after(9, iter([b"ab"]))) == []
+
+
+def test_listings_of_what_waits_runs_and_ends():
+    spec = Spec(command=("python", "train.py"), name="t" * 40, gpus=2)
+    waits = Job(id=1, spec=spec, submitted_s=100.0, reason="waits for 2 slots\nin line")
+    runs = Job(
+        id=2,
+        spec=spec,
+        state=State.RUNNING,
+        submitted_s=0.0,
+        started_s=40.0,
+        places=(Place("a", (0,)), Place("b", (1,))),
+    )
+    ends = Job(
+        id=3,
+        spec=spec,
+        state=State.RUNNING,
+        submitted_s=0.0,
+        started_s=0.0,
+        places=(Place("a", (0,)),),
+        ending=Ending(into=State.CANCELLED, reason="cancelled by a user", since_s=1.0),
+    )
+    _, *rows = job_rows([waits, runs, ends], 160.0)
+    assert [row[: len("10")].strip() for row in rows] == ["1", "2", "3"]
+    assert "PENDING" in rows[0]
+    assert rows[0].endswith("waits for 2 slots in line")
+    assert "1m00s" in rows[0]
+    assert rows[1].endswith("a (1), b (1)")
+    assert "2m00s" in rows[1]
+    assert "RUNNING, ending" in rows[2]
+    assert rows[2].endswith("cancelled by a user")
+    assert all("t" * 23 + "…" in row for row in rows)
+
+
+def test_a_job_in_full_tells_no_value_of_its_environment():
+    spec = Spec(command=("x",), name="x", env={"API_KEY": "hush"})
+    job = Job(
+        id=1,
+        spec=spec,
+        state=State.FAILED,
+        submitted_s=0.0,
+        exit_code=3,
+        failure=Failure(rank=4, host="h", exit_code=3, words="a\nb"),
+    )
+    step = Step(job=1, seq=0, state=State.PENDING, reason="submitted", at_s=0.0)
+    text = "\n".join(job_lines(job, [step], 1.0))
+    assert "API_KEY" in text
+    assert "hush" not in text
+    assert list(failure_lines(job.failure))[1:] == ["    a", "    b"]
+
+
+def test_listing_of_hosts():
+    slots = (Slot(0, Kind.GPU, "GPU-1"), Slot(1, Kind.GPU, "GPU-2"))
+    node = Node(
+        name="a",
+        address="10.0.0.1",
+        state="silent",
+        slots=slots,
+        origin=Origin.UP,
+        heard_s=0.0,
+        busy={"1": 7},
+    )
+    _, row = node_rows([node], 61.0)
+    assert row.split() == ["a", "silent", "2", "gpu", "1", "7", "10.0.0.1", "1m01s", "ago"]

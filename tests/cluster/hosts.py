@@ -1,0 +1,132 @@
+"""A host of a fake cluster: its agent as a process that tests kill, and all that runs under it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import uuid
+from typing import TYPE_CHECKING, Self
+
+import psutil
+
+from manyhands.cluster.environment import HOST
+from manyhands.cluster.processes import marked
+from manyhands.testing.processes import is_gone
+from tests.cluster.offices import PATIENCE_S, FakeOffice, OfficeServer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class TestHost:
+    """A context manager: no process of it is left after it, or it raises."""
+
+    __test__ = False
+
+    def __init__(self, folder: Path, *, lease_s: float = 60.0) -> None:
+        self.name = f"h{uuid.uuid4().hex[:12]}"
+        self.folder, self.state = folder, folder / "state"
+        self.office = FakeOffice(lease_s=lease_s)
+        self.agents: list[subprocess.Popen[str]] = []
+        self._server = OfficeServer(self.office)
+
+    @property
+    def agent(self) -> subprocess.Popen[str]:
+        return self.agents[-1]
+
+    def start(
+        self, *, environment: dict[str, str] | None = None, wait: bool = True, **options: object
+    ) -> None:
+        """A new agent; returns when it has said Hello and what it holds."""
+        said = len(self.office.statuses)
+        given = json.dumps({"host": self.name, "state": str(self.state), **options})
+        with (self.folder / "agent.log").open("ab") as log:
+            self.agents.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.cluster.agent_process", *self._port(), given],
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env={**os.environ, **(environment or {})},
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+        if wait:
+            self.office.wait(lambda: len(self.office.statuses) > said, "the agent's first Status")
+
+    def _port(self) -> list[str]:
+        return [str(self._server.port)]
+
+    def family(self) -> list[psutil.Process]:
+        """Keepers, ranks, and what they started, as far as they carry the mark."""
+        found: list[psutil.Process] = []
+        for pid in marked({HOST: self.name}):
+            try:
+                found.append(psutil.Process(pid))
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def keepers(self) -> list[psutil.Process]:
+        return [process for process in self.family() if process.ppid() == self.agent.pid]
+
+    def said(self, rank: int = 0, job: int = 1, attempt: int = 0) -> list[psutil.Process]:
+        """The processes that a rank names after `up`, once it has."""
+        self.office.wait_log(b"up ", rank, job, attempt)
+        self.office.wait(
+            lambda: b"\n" in self.office.logs[job, attempt, rank].partition(b"up ")[2], "a line"
+        )
+        line = bytes(self.office.logs[job, attempt, rank]).partition(b"up ")[2].splitlines()[0]
+        return [psutil.Process(int(word)) for word in line.split()]
+
+    def kill_agent(self) -> None:
+        self.agent.kill()
+        self.agent.wait()
+
+    def words(self) -> str:
+        """Waits for the agent's end: what it said on stdout."""
+        assert self.agent.stdout is not None
+        text = self.agent.stdout.read()
+        self.agent.wait()
+        return text.strip()
+
+    def __enter__(self) -> Self:
+        self._server.__enter__()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        for agent in self.agents:
+            if agent.poll() is None:
+                agent.terminate()
+                agent.send_signal(signal.SIGCONT)
+                agent.terminate()
+                try:
+                    agent.wait(PATIENCE_S)
+                except subprocess.TimeoutExpired:
+                    agent.kill()
+                    raise
+            agent.stdout.close()
+        left = self.family()
+        gone(left)
+        self._server.__exit__(kind, error, trace)
+        if kind is None:
+            assert not self.family()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Waits for them; a zombie is one."""
+    for process in processes:
+        try:
+            fd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not is_gone(process):  # so the id is still its own
+                select.select([fd], [], [], PATIENCE_S)
+        finally:
+            os.close(fd)
+    return all(is_gone(process) for process in processes)

@@ -1,0 +1,287 @@
+"""The parts of an agent that need no process: lease, line, ledger, comparison, words."""
+
+from __future__ import annotations
+
+import os
+import queue
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from manyhands.cluster.account import identity_of
+from manyhands.cluster.comparison import Deed, Held, Verb, compare
+from manyhands.cluster.environment import RESERVED, rank_environments, scrubbed
+from manyhands.cluster.lease import Lease
+from manyhands.cluster.ledger import AlreadyBegun, Key, Ledger, Record, StateHeld
+from manyhands.cluster.line import Line, Rejected, Renewed, Reported, Wanted, Welcomed
+from manyhands.cluster.messages import Hello, Kind, Phase, Slot, Status
+from manyhands.cluster.words import MAX_WORDS_BYTES, last_words, words_of
+from manyhands.core.errors import ManyhandsError, UsageError
+from tests.cluster.offices import PATIENCE_S, FakeOffice, want
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY = Key("c1", 1, 0)
+WANT = want(("x",))
+
+
+# The lease
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_lease_counts_from_the_request() -> None:
+    clock = Clock()
+    lease = Lease(clock)
+    assert not lease.holds
+    assert not lease.answered(99.0)  # before the Welcome: how long would it be?
+    clock.now_s = 104.0
+    assert lease.welcomed(10.0, asked_s=100.0)
+    assert lease.until_s == 110.0
+    assert not lease.answered(99.0)  # a slow answer to an old question
+    assert lease.until_s == 110.0
+    assert lease.answered(103.0)
+    assert lease.until_s == 113.0
+
+
+def test_a_lapsed_lease_is_not_renewed_by_an_answer_that_comes_late() -> None:
+    """As on waking from sleep: the answer was there all the time."""
+    clock = Clock()
+    lease = Lease(clock)
+    lease.welcomed(10.0, asked_s=100.0)
+    clock.now_s = 110.0
+    assert lease.lapsed
+    assert not lease.answered(109.0)
+    assert not lease.welcomed(10.0, asked_s=109.9)
+    assert not lease.holds
+    lease.begin_again()
+    assert not lease.holds
+    assert not lease.lapsed
+    assert lease.answered(110.0)
+    assert lease.holds
+
+
+def test_an_answer_that_took_a_lease_gives_none() -> None:
+    clock = Clock()
+    lease = Lease(clock)
+    clock.now_s = 111.0
+    assert not lease.welcomed(10.0, asked_s=100.0)
+    assert not lease.holds
+
+
+# The line
+
+
+def test_status_alone_keeps_the_lease_while_wants_are_held_back() -> None:
+    clock, events = Clock(), queue.SimpleQueue()
+    office = FakeOffice(lease_s=0.2)  # of the clock, which the test moves; a fraction is waited
+    lease = Lease(clock)
+    hello = Hello(version="1", host="h", agent="a", address="x", slots=(), pid=1)
+    with Line(lambda: office, hello, lease, events.put) as line:
+        assert isinstance(events.get(timeout=PATIENCE_S), Renewed)
+        assert events.get(timeout=PATIENCE_S) == Welcomed(1, office.hello(hello))
+        assert line.report(1, Status(agent="a")) == 1
+        seen = []
+        while not {Reported, Wanted} <= {type(event) for event in seen}:
+            seen.append(events.get(timeout=PATIENCE_S))
+        clock.now_s += 0.1
+        while not isinstance(events.get(timeout=PATIENCE_S), Renewed):
+            pass  # a Status that says nothing new
+        assert lease.until_s == pytest.approx(clock.now_s + 0.2)
+        office.close()
+
+
+def test_a_refusal_that_lasts_ends_the_line() -> None:
+    events, office = queue.SimpleQueue(), FakeOffice()
+    hello = Hello(version="1", host="h", agent="a", address="x", slots=(), pid=1)
+    office.refused["status"] = "no"
+    with Line(lambda: office, hello, Lease(), events.put) as line:
+        while not isinstance(event := events.get(timeout=PATIENCE_S), Rejected):
+            if isinstance(event, Welcomed):
+                line.report(event.session, Status(agent="a"))
+        assert event.error.code == "no"
+        assert len(office.hellos) == 3
+        office.close()
+
+
+# The comparison
+
+
+@pytest.mark.parametrize(
+    ("wants", "held", "expected"),
+    [
+        ([WANT], {}, [Verb.BEGIN]),
+        ([want(("x",), stop=True)], {}, [Verb.DECLINE]),
+        ([WANT], {(1, 0): Held(Phase.READY)}, [Verb.START]),
+        ([want(("x",), port=0)], {(1, 0): Held(Phase.READY)}, []),
+        ([WANT], {(1, 0): Held(Phase.RUNNING)}, []),
+        ([WANT], {(1, 0): Held(Phase.ENDED)}, []),
+        ([want(("x",), stop=True)], {(1, 0): Held(Phase.READY)}, [Verb.STOP]),
+        ([want(("x",), stop=True)], {(1, 0): Held(Phase.RUNNING)}, [Verb.STOP]),
+        ([want(("x",), stop=True)], {(1, 0): Held(Phase.RUNNING, stopping=True)}, []),
+        ([want(("x",), stop=True)], {(1, 0): Held(Phase.ENDED)}, []),
+        ([], {(1, 0): Held(Phase.READY)}, [Verb.STOP]),
+        ([], {(1, 0): Held(Phase.RUNNING)}, [Verb.STOP]),
+        ([], {(1, 0): Held(Phase.RUNNING, stopping=True)}, []),
+        ([], {(1, 0): Held(Phase.ENDED)}, [Verb.FORGET]),
+        ([], {(1, 0): Held(Phase.ENDED, log_settled=False)}, []),
+    ],
+)
+def test_what_is_missing(wants, held, expected) -> None:
+    assert compare(wants, held, may_start=True) == [Deed(verb, (1, 0)) for verb in expected]
+
+
+def test_nothing_is_begun_or_started_without_a_lease() -> None:
+    assert compare([WANT], {}, may_start=False) == []
+    assert compare([WANT], {(1, 0): Held(Phase.READY)}, may_start=False) == []
+
+
+# The ledger
+
+
+def test_an_attempt_is_begun_once_even_when_it_is_forgotten(tmp_path) -> None:
+    with Ledger(tmp_path) as ledger:
+        folder = ledger.begin(KEY, WANT.task)
+        assert list(ledger.left()) == [KEY]
+        assert ledger.task(KEY).spec == WANT.task.spec
+        with pytest.raises(AlreadyBegun, match="job 1, attempt 0 was begun here before"):
+            ledger.begin(KEY, WANT.task)
+        ledger.forget(KEY)
+        assert not folder.exists()
+        assert list(ledger.left()) == []
+        with pytest.raises(AlreadyBegun):
+            ledger.begin(KEY, WANT.task)
+        ledger.begin(Key("c2", 1, 0), WANT.task)
+
+
+def test_no_secret_is_written_down(tmp_path) -> None:
+    with Ledger(tmp_path) as ledger:
+        task = want(("x",), hub="mh1-hidden", env={"A": "hidden"}).task
+        text = (ledger.begin(KEY, task) / "task.json").read_text()
+    assert "hidden" not in text
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+def test_one_agent_a_folder(tmp_path) -> None:
+    with Ledger(tmp_path), pytest.raises(StateHeld, match=f"process {os.getpid()}"):
+        Ledger(tmp_path).__enter__()
+    with Ledger(tmp_path):
+        pass
+
+
+def test_a_record_that_was_cut_off_says_nothing(tmp_path) -> None:
+    with Ledger(tmp_path) as ledger:
+        folder = ledger.begin(KEY, WANT.task)
+        assert ledger.record(KEY) == Record()
+        (folder / "record.json").write_bytes(b'{"groups": [')
+        assert ledger.record(KEY) == Record()
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "", ".hidden", "x" * 200])
+def test_the_name_of_a_cluster_is_no_path(tmp_path, name) -> None:
+    with Ledger(tmp_path) as ledger, pytest.raises(ManyhandsError, match="no usable name"):
+        ledger.begin(Key(name, 1, 0), WANT.task)
+
+
+# Words
+
+
+def test_the_last_traceback_is_what_counts() -> None:
+    log = (
+        b"step 1\nTraceback (most recent call last):\n  File a\nKeyError: 'old'\nmore\n"
+        b"[rank0]: Traceback (most recent call last):\n[rank0]:   File b\n"
+        b"[rank0]: RuntimeError: shapes\n[rank0]: of two lines\n"
+    )
+    assert last_words(log) == (
+        "Traceback (most recent call last):\n  File b\nRuntimeError: shapes\nof two lines"
+    )
+
+
+def test_without_a_traceback_it_is_the_last_lines() -> None:
+    lines = [f"line {number}" for number in range(100)]
+    assert last_words("\n".join(lines).encode()).splitlines() == lines[-20:]
+
+
+def test_words_are_short_and_keep_the_error() -> None:
+    frames = b"".join(b"  File %d\n" % number for number in range(5000))
+    log = (
+        b"Traceback (most recent call last):\n" + frames + b"ValueError: here\n" + b"noise\n" * 999
+    )
+    words = last_words(log)
+    assert len(words.encode()) <= MAX_WORDS_BYTES
+    assert "ValueError: here" in words
+
+
+def test_no_secret_is_quoted() -> None:
+    log = b"hub mh1-abcDEF_123, agent mhc1-abcDEF_123, amqp://me:pass@host/\n"
+    assert last_words(log) == "hub mh1-***, agent mhc1-***, amqp://me:***@host/"
+
+
+def test_a_secret_that_a_cut_falls_into_is_left_out() -> None:
+    words = last_words(b"mh1-" + b"Q" * 3 * MAX_WORDS_BYTES + b" end\n")
+    assert words == "end"
+
+
+def test_bytes_that_are_no_text_are_still_words(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\xff\xfe" * 100_000 + b"\nbad end\n")
+    assert words_of(log) == "bad end"
+    assert words_of(tmp_path / "none") == ""
+
+
+# The environment
+
+
+def test_gpus_of_an_attempt_are_seen_by_all_its_ranks() -> None:
+    slots = [Slot(index, Kind.GPU, f"GPU-{index}") for index in range(4)]
+    wanted = want(("x",), ranks=2)
+    task = msgspec.structs.replace(wanted.task, ranks=((4, 3), (5, 1)))
+    made = rank_environments(
+        {"PATH": "/bin"}, "/venv/bin/python", {}, msgspec.structs.replace(wanted, task=task), slots
+    )
+    assert [made[rank]["CUDA_VISIBLE_DEVICES"] for rank in (4, 5)] == ["GPU-3,GPU-1"] * 2
+    assert [made[rank]["LOCAL_RANK"] for rank in (4, 5)] == ["0", "1"]
+    assert made[4]["PATH"] == "/venv/bin:/bin"
+    assert made[4].keys() & RESERVED == RESERVED - {
+        *("MANYHANDS_ATTEMPT", "MANYHANDS_HOST", "MANYHANDS_BATCH"),
+        *("MANYHANDS_URL", "MANYHANDS_RUN"),
+    }
+
+
+def test_what_a_job_sets_does_not_hide_what_is_ours() -> None:
+    wanted = want(("x",), env={"OMP_NUM_THREADS": "9", "RANK": "9"})
+    made = rank_environments({}, "/p", {}, wanted, [Slot(0, Kind.CPU, "0-1")])
+    assert (made[0]["OMP_NUM_THREADS"], made[0]["RANK"]) == ("9", "0")
+
+
+def test_scrubbing_takes_ours_and_leaves_the_users() -> None:
+    environment = {
+        "MANYHANDS_TOKEN": "t",
+        "MODEL_TOKEN": "t",
+        "CODE": "mhc1-abcdefgh",
+        "URL": "join mh1-abcdefgh",
+        "HIDDEN": "a-t0ken-b",
+        "HTTPS_PROXY": "http://me:pass@proxy",
+        "EMPTY": "",
+    }
+    assert set(scrubbed(environment, ["t0ken", ""])) == {"HTTPS_PROXY", "EMPTY"}
+
+
+# Another user
+
+
+def test_only_root_becomes_another_user(monkeypatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    with pytest.raises(UsageError, match="only root can run jobs as another user"):
+        identity_of("nobody")
+    with pytest.raises(UsageError, match="there is no user 'no-such-user'"):
+        identity_of("no-such-user")
+    assert identity_of(None) is None

@@ -1,0 +1,335 @@
+"""`manyhands up` with real processes: it comes, goes, is killed and comes back; nothing lingers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import manyhands
+from manyhands.cluster.hostfile import HostLine
+from manyhands.cluster.job import State
+from manyhands.cluster.starters import HELD
+from manyhands.cluster.up import UpSettings
+from manyhands.core.errors import SettingsError
+from manyhands.testing.processes import is_gone
+from tests.cluster.running import MARK, WAIT_S, World
+from tests.cluster.sshd import Sshd
+
+# A job that says who it is, then waits until the test lets it go.
+STAY = "echo $$ > pid.new; mv pid.new pid-$MANYHANDS_RESTART_COUNT; "
+STAY += "while ! test -e go; do sleep 0.02; done; echo done >> ends"
+DEAF = "trap '' TERM; " + STAY
+
+
+@pytest.fixture
+def world(tmp_path):
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def states(world, job):
+    return [step.state for step in world.cluster.history(job.id)]
+
+
+def is_listening(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), WAIT_S).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_up_a_job_and_down(world):
+    up = world.up("--slots", "2")
+    hub = int((world.state / "hub" / "port").read_text())
+    job = world.submit("echo rank $RANK of $WORLD_SIZE", gpus=2)
+    over = world.cluster.wait(job.id, WAIT_S)
+    assert (over.state, over.exit_code) == (State.SUCCEEDED, 0)
+    for rank in range(2):
+        log = world.logs / "job-1" / "attempt-0" / f"rank-{rank}.log"
+        assert log.read_text() == f"rank {rank} of 2\n"
+        assert b"".join(world.cluster.logs(1, rank=rank)) == f"rank {rank} of 2\n".encode()
+    done = world.command("down", "--state", str(world.state))
+    assert (done.returncode, done.stdout) == (0, "the cluster is down\n"), done.stderr
+    assert up.process.poll() is not None or psutil.Process(up.process.pid).status() == "zombie"
+    assert up.wait() == 0
+    assert world.processes() == []
+    assert not is_listening(world.port)
+    assert not is_listening(hub)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_and_the_job_begins_again_next_time(world, number):
+    up = world.up()
+    job = world.submit(STAY)
+    rank = world.pid_in("pid-0")
+    up.signal(number)
+    assert up.wait() == 0
+    assert world.processes() == []
+    assert is_gone(rank)
+    world.up()
+    second = world.pid_in("pid-1")
+    assert second.pid != rank.pid
+    (world.folder / "go").touch()
+    over = world.cluster.wait(job.id, WAIT_S)
+    assert (over.state, over.attempt, over.node_failures) == (State.SUCCEEDED, 1, 0)
+    assert State.PREEMPTED in states(world, job)
+    assert (world.folder / "ends").read_text() == "done\n"
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(world):
+    up = world.up()
+    world.submit(DEAF, grace_s=3600.0)
+    rank = world.pid_in("pid-0")
+    up.signal(signal.SIGINT)
+    world.until(lambda: "a second one does not wait" in up.said(), "the first signal")
+    up.signal(signal.SIGINT)
+    assert up.wait() == 0
+    assert is_gone(rank)
+    assert world.processes() == []
+
+
+def test_killed_and_up_again_within_the_lease(world):
+    """The same process runs on, and ends once."""
+    up = world.up("--lease", "60s")
+    job = world.submit(STAY)
+    rank = world.pid_in("pid-0")
+    world.until_state(job, State.RUNNING)
+    up.process.kill()
+    up.process.wait(WAIT_S)
+    assert not is_gone(rank)
+    again = world.up("--lease", "60s")
+    assert not is_gone(rank)
+    assert world.cluster.job(job.id).state is State.RUNNING
+    (world.folder / "go").touch()
+    over = world.cluster.wait(job.id, WAIT_S)
+    assert (over.state, over.attempt) == (State.SUCCEEDED, 0)
+    assert (world.folder / "ends").read_text() == "done\n"
+    assert states(world, job).count(State.RUNNING) == 1
+    assert again.end() == 0
+    assert world.processes() == []
+
+
+def test_killed_and_never_up_again(world):
+    """Its agent notices when the lease is over, ends the job, and goes."""
+    up = world.up("--lease", "2s")
+    world.submit(DEAF)
+    rank = world.pid_in("pid-0")
+    up.process.kill()
+    up.process.wait(WAIT_S)
+    world.until_gone(rank, *world.processes())
+    assert not (world.folder / "ends").exists()
+
+
+def test_a_second_one_on_the_same_state_is_refused(world):
+    first = world.up()
+    second = world.up("--bind", "127.0.0.1:0", ready=False)
+    assert second.wait() == 1
+    assert f"held by pid {first.process.pid}" in second.said()
+    job = world.submit("true")
+    assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+
+
+def test_an_agent_that_is_killed_is_started_again_and_its_job_too(world):
+    up = world.up("--lease", "60s")
+    job = world.submit(STAY)
+    rank = world.pid_in("pid-0")
+    (agent,) = [p for p in world.processes() if "agent" in p.cmdline()]
+    agent.kill()
+    world.until_gone(rank)
+    world.pid_in("pid-1")
+    assert "it was killed by signal 9" in up.said()
+    (world.folder / "go").touch()
+    over = world.cluster.wait(job.id, WAIT_S)
+    assert (over.state, over.attempt, over.node_failures) == (State.SUCCEEDED, 1, 1)
+    assert (world.folder / "ends").read_text() == "done\n"
+
+
+def test_a_hostfile_of_several_hosts_here(world):
+    hostfile = world.folder / "hosts.txt"
+    hostfile.write_text("#address,gpu_idx\n127.0.0.1,0\n127.0.0.1,1\n127.0.0.2 slots=1\n")
+    world.up("--hostfile", str(hostfile))
+    nodes = {node.name: len(node.slots) for node in world.cluster.nodes()}
+    assert nodes == {"127.0.0.1": 2, "127.0.0.2": 1}
+    job = world.submit("echo $RANK $LOCAL_RANK $GROUP_RANK $MASTER_ADDR", gpus=3)
+    assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+    lines = {b"".join(world.cluster.logs(job.id, rank=rank)).decode() for rank in range(3)}
+    assert lines == {"0 0 0 127.0.0.1\n", "1 1 0 127.0.0.1\n", "2 0 1 127.0.0.1\n"}
+
+
+def test_no_secret_is_where_others_see_it(world):
+    up = world.up()
+    world.submit("env; cat /proc/$PPID/cmdline; " + STAY)
+    world.pid_in("pid-0")
+    secrets = [(world.state / name).read_text() for name in ("token", "agent-token")]
+    (world.folder / "go").touch()
+    world.cluster.wait(1, WAIT_S)
+    public = [f"{p.cmdline()} {p.environ()}" for p in world.processes()]
+    public += [file.read_text() for file in world.logs.rglob("*.log")]
+    public.append(up.said())
+    for secret in secrets:
+        assert not [text for text in public if secret in text]
+    assert not [text for text in public if "mhc1-" in text]
+    modes = {(world.state / name).stat().st_mode & 0o777 for name in ("token", "agent-token")}
+    assert modes == {0o600}
+    assert world.state.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_job_has_the_hub_and_it_is_the_same_after_a_restart(world):
+    script = (
+        "from manyhands.links.base import open_link\n"
+        "import os\n"
+        "with open_link(os.environ['MANYHANDS_URL'], run=os.environ['MANYHANDS_RUN']) as link:\n"
+        "    print(type(link.receive(60)).__name__, os.environ['MANYHANDS_RUN'])\n"
+    )
+    codes = []
+    for _ in range(2):
+        up = world.up()
+        command = [sys.executable, "-c", script]
+        job = world.cluster.submit(command, workdir=str(world.folder))
+        assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+        assert b"".join(world.cluster.logs(job.id)) == f"View job-{job.id}\n".encode()
+        codes.append((world.state / "hub" / "port").read_text())
+        assert up.end() == 0
+    assert codes[0] == codes[1]
+
+
+def test_no_agent_of_its_own(world):
+    said = world.up("--slots", "0")
+    assert world.cluster.nodes() == []
+    agent = join(world, read_code(world))
+    world.until(lambda: [n for n in world.cluster.nodes() if n.state == "here"], "the agent")
+    job = world.submit("true")
+    assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+    # It goes down; the agent is a user's, stays, and comes back to the next.
+    assert said.end() == 0
+    assert agent.poll() is None
+    world.up("--slots", "0")
+    world.until(lambda: [n for n in world.cluster.nodes() if n.state == "here"], "the agent again")
+    job = world.submit("true")
+    assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+    agent.terminate()
+    out, _ = agent.communicate(timeout=WAIT_S)
+    assert agent.returncode == 0
+    assert out == b"host other left: the agent was stopped\n"
+
+
+def read_code(world):
+    from manyhands.cluster.code import Code
+    from manyhands.cluster.routes import Role
+
+    token = (world.state / "agent-token").read_text()
+    return Code(role=Role.AGENT, host="127.0.0.1", port=world.port, token=token).pack()
+
+
+def join(world, code, *options):
+    state = ("--state", str(world.folder / "other"), "--name", "other")
+    agent = world.start(
+        *("agent", "-", *state, *options),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    agent.stdin.write(code.encode())
+    agent.stdin.close()
+    agent.stdin = None
+    return agent
+
+
+def test_a_second_agent_in_one_folder_says_so(world):
+    world.up("--slots", "0")
+    first = join(world, read_code(world))
+    world.until(lambda: [n for n in world.cluster.nodes() if n.state == "here"], "the agent")
+    second = join(world, read_code(world))
+    second.communicate(timeout=WAIT_S)
+    assert second.returncode == HELD
+    first.terminate()
+    first.communicate(timeout=WAIT_S)
+
+
+# -- agents that do not come ------------------------------------------------------------------
+
+
+def test_when_no_agent_comes_up_fails_and_says_why(world):
+    hostfile = world.folder / "hosts.txt"
+    hostfile.write_text("ann@127.0.0.1 slots=1\n")
+    ssh = "sh -c 'echo Permission denied >&2; exit 255'"
+    up = world.up("--hostfile", str(hostfile), "--ssh", ssh, ready=False)
+    assert up.wait() == 1
+    said = up.said()
+    assert "error: no agent has come" in said
+    assert "127.0.0.1: ssh was not let in" in said
+    assert "ssh-copy-id ann@127.0.0.1" in said
+    assert world.processes() == []
+
+
+def test_when_some_come_they_are_used_and_the_others_named(world):
+    hostfile = world.folder / "hosts.txt"
+    hostfile.write_text("127.0.0.2 slots=1\nann@127.0.0.1 slots=1\n")
+    up = world.up("--hostfile", str(hostfile), "--ssh", "sh -c 'exit 255'")
+    assert [node.name for node in world.cluster.nodes()] == ["127.0.0.2"]
+    assert "warning: no agent of 127.0.0.1: ssh did not get there" in up.said()
+    job = world.submit("true")
+    assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+    assert up.end() == 0
+
+
+def test_ctrl_c_before_it_is_ready(world):
+    hostfile = world.folder / "hosts.txt"
+    hostfile.write_text("ann@127.0.0.1 slots=1\n")
+    ssh = f"sh -c 'touch {world.folder}/tried; exec sleep 600'"
+    up = world.up("--hostfile", str(hostfile), "--ssh", ssh, ready=False)
+    world.until((world.folder / "tried").exists, "ssh")
+    up.signal(signal.SIGINT)
+    assert up.wait() == 0
+    assert world.processes() == []
+
+
+def test_over_a_real_ssh(world, tmp_path):
+    source = str(Path(manyhands.__file__).parent.parent)
+    given = {"PYTHONPATH": source, MARK: world.mark, "TMPDIR": os.environ["TMPDIR"]}
+    given["XDG_STATE_HOME"] = str(world.folder / "remote")
+    with Sshd(tmp_path / "sshd", given) as sshd:
+        hostfile = world.folder / "hosts.txt"
+        hostfile.write_text(f"{sshd.address} slots=2\n")
+        up = world.up("--hostfile", str(hostfile), "--ssh", " ".join(sshd.command()))
+        job = world.submit('echo $RANK; test -n "$SSH_CONNECTION"', gpus=2)
+        assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+        # ssh dies, the agent does not; a job that runs meanwhile is not touched.
+        job = world.submit(STAY)
+        rank = world.pid_in("pid-0")
+        ssh = [p for p in world.processes() if p.name() == "ssh"]
+        assert len(ssh) == 1
+        sshd.drop()
+        world.until_gone(*ssh)
+        assert not is_gone(rank)
+        (world.folder / "go").touch()
+        over = world.cluster.wait(job.id, WAIT_S)
+        assert (over.state, over.attempt) == (State.SUCCEEDED, 0)
+        assert up.end() == 0
+        world.until(lambda: world.processes() == [], "the agent over there")
+
+
+# -- settings ---------------------------------------------------------------------------------
+
+
+def test_far_hosts_need_more_than_loopback(tmp_path):
+    far = HostLine(address="ann@10.0.0.7", name="10.0.0.7")
+    with pytest.raises(SettingsError, match=r"ann@10.0.0.7 cannot reach") as caught:
+        UpSettings(state=tmp_path, logdir=tmp_path, hosts=(far,))
+    assert "--bind 0.0.0.0" in caught.value.hint
+    UpSettings(state=tmp_path, logdir=tmp_path, hosts=(far,), bind="0.0.0.0:12347")
+
+
+@pytest.mark.parametrize("lease_s", [0.5, 0, 1e9])
+def test_leases_out_of_range(tmp_path, lease_s):
+    with pytest.raises(SettingsError, match="a lease of"):
+        UpSettings(state=tmp_path, logdir=tmp_path, lease_s=lease_s)
