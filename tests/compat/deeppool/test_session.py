@@ -1,13 +1,24 @@
 """Two terminals, as DeepPool's README has them: real processes, real digits, CPU slots."""
 
+import io
 import re
+from pathlib import Path
 
 import pytest
 
 from manyhands.cluster.client import Cluster
 from manyhands.cluster.job import State
+from manyhands.compat.deeppool import ClusterClient, load_weights
+from manyhands.compat.deeppool.client import FLAGS
 from manyhands.testing.processes import end_tree
 from tests.compat.deeppool.session import READY, Session, done, job_of, part_of
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def blocks(page):
+    """The Python of a page."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
 
 
 def gone(said, end="completed"):
@@ -97,6 +108,45 @@ def test_other_models_side_by_side(session, few_digits):
     finally:
         for program in programs.values():
             end_tree(program, patience_s=0)
+
+
+def test_a_script_of_ones_own_by_the_client(session, few_digits):
+    """Both as the page about it has them."""
+    script, _ = blocks(DOCS / "deeppool.md")
+    (session.folder / "mine.py").write_text(script)
+    params = {
+        "training_data": str(few_digits / "train"),
+        "evaluation_data": str(few_digits / "test"),
+        "num_workers": 2,
+        "epochs_to_train": 1,
+        "checkpoint_path": str(session.folder / "of my own"),
+    }
+    with ClusterClient(session.address, state=session.state) as client:
+        folder, shown = session.folder, io.BytesIO()
+        asked = {"gpus": 2, "globalBatchSize": 16, "jobParams": params, "workdir": folder}
+        job = client.submitTrainingJob("pets", ["mine.py"], **asked)
+        assert client.follow(job.id, shown) == 0
+    assert b"mine: rank 0 of 2 on cpu, 11,178,051 parameters" in shown.getvalue()
+    assert "fc.weight" in load_weights(session.folder / "of my own")
+
+
+def test_the_page_shows_what_the_client_takes():
+    _, client = blocks(DOCS / "deeppool.md")
+    names = re.findall(r'^ +"(\w+)": ', client, flags=re.M)
+    assert set(names) < set(FLAGS)
+    compile(client, "deeppool.md", "exec")
+
+
+def test_a_job_that_fails_says_why(session, capsys):
+    (session.folder / "fails.py").write_text("raise SystemExit('no such luck')\n")
+    with ClusterClient(session.address, state=session.state) as client:
+        job = client.submitTrainingJob(
+            "fails", ["fails.py"], gpus=1, globalBatchSize=1, workdir=session.folder
+        )
+        assert client.follow(job.id, io.BytesIO()) == 1
+    assert "no such luck" in capsys.readouterr().err
+    ends = rf"no such luck\n\S+ job {job.id} in poll NOTICE\[1\]: Removed the failed job\. .*"
+    session.transcript(0, ends=ends)
 
 
 @pytest.mark.parametrize(
