@@ -13,7 +13,13 @@ from manyhands.testing.processes import end_tree
 
 FOLDER = Path(__file__).parents[2] / "examples"
 DRIVERS = {"driver"}  # starts peers itself: tests/compat/fluxdistributed/test_processes.py
-NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - DRIVERS)
+JOBS = {
+    "resnetImported",
+    "vgg",
+    "wrn",
+    "gpt",
+}  # of a cluster: tests/compat/deeppool/test_session.py
+NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - DRIVERS - JOBS)
 STEPS = 4
 PATIENCE_S = 200.0  # for programs of which each loads torch, where others work too
 

@@ -137,7 +137,7 @@ class Up:
         settings = self.settings
         store = stack.enter_context(Store.open(settings.state / STORE))
         self._identity = identity = open_identity(settings.state)
-        logs = Logs(settings.logdir)
+        self.logs = logs = Logs(settings.logdir)
         self.hub: Hub = stack.enter_context(
             open_relay(settings.bind, settings.advertise, settings.state)
         )

@@ -1,0 +1,117 @@
+"""DeepPool's flags, and its client's parameters."""
+
+from pathlib import Path
+
+import pytest
+
+from manyhands.cluster.errors import CoordinatorClosed
+from manyhands.compat.deeppool.client import ClusterClient, options_of
+from manyhands.compat.deeppool.cluster import ignored, main, parser, settings_of
+from manyhands.core.errors import NoMeetingPoint, SettingsError, UsageError
+
+_RUNTIME = [
+    *("myAddr", "device", "rank", "worldSize", "be_batch_size", "sample_per_kernel"),
+    *("be_jit_file", "use_fg_graph", "use_be_graph", "min_layer_sync", "sync_bucket_size"),
+    *("profile_stage_time", "profile_layer_times_graph", "profile_layer_times_timers"),
+    *("cuda_profile", "debug", "be_image_px", "run_be_as_hipri", "be_graph_split_ms"),
+    *("be_tasklet_depth", "fg_tasklet_depth", "target_slowdown_factor", "graph_merge_min_us"),
+    *("graph_merge_max_us", "graph_merge_max_subgraphs", "cifar_dataset"),
+]
+_CLUSTER = ["c10dBackend", "logLevel", "pathToConfig", "install", "profile", "cpp"]
+
+
+@pytest.mark.parametrize("name", [*_RUNTIME, *_CLUSTER])
+@pytest.mark.parametrize("form", ["alone", "apart", "joined"])
+def test_every_flag_of_deeppool_is_taken(name, form):
+    given = {"alone": [f"--{name}"], "apart": [f"--{name}", "7"], "joined": [f"--{name}=7"]}[form]
+    (line,) = ignored(parser().parse_args([*given, "--logdir", "x"]))
+    assert line.startswith(f"ignored: --{name} (" if form == "alone" else f"ignored: --{name}=7 (")
+
+
+@pytest.mark.parametrize("typed", [["--hostfil", "x"], ["--be_batch", "0"], ["word"]])
+def test_flags_that_nobody_knows(capsys, typed):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(typed)
+    assert ended.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_the_seeds_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("hostfile.txt").write_text("#address,gpu_idx\n127.0.0.1,0\n127.0.0.1,1\n")
+    typed = "--addrToBind 127.0.0.1:12347 --be_batch_size=0 --cpp --logdir logs"
+    made = settings_of(parser().parse_args([*typed.split(), "--hostfile", "hostfile.txt"]))
+    assert (made.bind, made.logdir) == ("127.0.0.1:12347", tmp_path / "logs")
+    assert [(host.address, host.gpus) for host in made.hosts] == [("127.0.0.1", (0, 1))]
+
+
+def test_without_a_hostfile_it_is_this_machine():
+    (host,) = settings_of(parser().parse_args([])).hosts
+    assert (host.is_here, host.gpus, host.slots) == (True, (), None)
+    assert settings_of(parser().parse_args(["--manualLaunch"])).hosts == ()
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["--hostfile", "nowhere.txt"], "nowhere.txt"),
+        (["--hostfile", "bad.txt"], "bad.txt:2: "),
+        (["--hostfile", "far.txt"], "cannot reach a coordinator"),
+    ],
+)
+def test_what_cannot_be_a_cluster(tmp_path, monkeypatch, capsys, typed, says):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.txt").write_text("127.0.0.1,0\n127.0.0.1,x\n")
+    Path("far.txt").write_text("10.9.8.7,0\n")
+    with pytest.raises(SettingsError, match=says):
+        settings_of(parser().parse_args(typed))
+    assert main(typed) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_job_parameters():
+    given = {
+        "training_data": "pets",
+        "num_workers": 4,
+        "epochs_to_train": 5,
+        "checkpoint_path": Path("saved"),
+        "loading_path": None,
+        "autocast": True,
+    }
+    options = "--data pets --workers 4 --epochs 5 --save saved --autocast"
+    assert options_of(given) == options.split()
+    assert options_of({"autocast": False}) == []
+
+
+@pytest.mark.parametrize(
+    "params", [{"catsdogs": True}, {"dset": "x"}, {"num_workers": [1]}, {"epochs_to_train": True}]
+)
+def test_job_parameters_that_mean_nothing(params):
+    with pytest.raises(UsageError, match=next(iter(params))):
+        options_of(params)
+
+
+def test_a_cluster_that_is_not_up(tmp_path):
+    with pytest.raises(NoMeetingPoint, match="no token"):
+        ClusterClient("127.0.0.1:1", state=tmp_path)
+
+
+class Refusing:
+    """A cluster that must not be asked."""
+
+    def submit(self, *_, **__):
+        raise CoordinatorClosed("it was asked")
+
+    def close(self):
+        pass
+
+
+def test_a_program_that_is_not_there_is_not_submitted(tmp_path):
+    (tmp_path / "token").write_text("secret")
+    with ClusterClient("127.0.0.1:1", state=tmp_path) as client:
+        client.cluster.close()
+        client.cluster = Refusing()
+        with pytest.raises(UsageError, match="no program"):
+            client.submitTrainingJob("x", ["nowhere.py"], gpus=1, globalBatchSize=8)
+        with pytest.raises(CoordinatorClosed):
+            client.submitTrainingJob("x", [__file__], gpus=1, globalBatchSize=8)

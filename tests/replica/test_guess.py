@@ -1,0 +1,23 @@
+"""What workers read ahead: never a sample that is none."""
+
+import pytest
+
+from manyhands.data.calendar import Calendar
+from manyhands.data.fetch import Request
+from manyhands.replica.loader import _guess
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("size", "batch"), [(24, 16), (24, 24), (24, 100), (33, 16), (48, 16)])
+def test_a_guess_is_one_of_the_samples(size, batch, drop_last):
+    """Shares of an evaluation go over the ends of batches: all of it is one round."""
+    if drop_last and size < batch:
+        pytest.skip("an epoch without a batch")
+    calendar = Calendar(size, batch, drop_last)
+    guess, whole = _guess(calendar), calendar.samples_per_epoch
+    for first in range(whole):
+        for last in range(first, whole):
+            request = Request(0, tuple(range(first, last + 1)))
+            for _ in range(4):
+                request = guess(request)
+                assert all(0 <= position < whole for position in request.positions)
