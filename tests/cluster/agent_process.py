@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from manyhands.cluster import agent as agents
 from manyhands.cluster import attempt
 from manyhands.cluster.agent import Agent
 from manyhands.cluster.devices import cpu_shares
@@ -20,6 +21,7 @@ def main(port: str, options: str) -> int:
     logging.basicConfig(level="INFO", format="%(asctime)s %(name)s: %(message)s")
     given = json.loads(options)
     attempt.KEEPER_PATIENCE_S = given.get("patience_s", attempt.KEEPER_PATIENCE_S)
+    agents.LOGS_S = given.get("logs_s", agents.LOGS_S)
     try:
         agent = Agent(
             lambda: DistantOffice(int(port)),

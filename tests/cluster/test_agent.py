@@ -282,9 +282,23 @@ def test_a_long_log_travels_in_chunks_and_whole(host) -> None:
     assert max(host.office.chunks) <= CHUNK_BYTES
 
 
-def test_the_end_does_not_wait_for_the_log_and_forgetting_does(host) -> None:
+def test_whoever_hears_of_the_end_finds_the_whole_log(host) -> None:
     host.office.cut("send_log")
-    host.start()
+    host.start(logs_s=1e6)
+    host.office.want(want(SUCCEEDS))
+    host.office.wait(lambda: (held := host.office.holding()) and held.ended, "the rank's end")
+    number = len(host.office.statuses)
+    host.office.restart()  # so that it says again what it holds
+    host.office.wait(lambda: len(host.office.statuses) > number, "another Status")
+    assert host.office.holding().phase is Phase.RUNNING
+    host.office.mend()
+    host.office.wait_phase(Phase.ENDED)
+    assert host.office.logs[1, 0, 0] == b"done\n"
+
+
+def test_the_end_waits_for_the_log_so_long_only_and_forgetting_does(host) -> None:
+    host.office.cut("send_log")
+    host.start(logs_s=0.2)
     host.office.want(want(SUCCEEDS))
     host.office.wait_phase(Phase.ENDED)
     host.office.want(want(SUCCEEDS, job=2))  # 1 is not wanted any more

@@ -195,7 +195,7 @@ def test_an_agent_and_its_logs(host) -> None:
     """What was not sent before its death is sent by the next, once."""
     host.office.cut("send_log")
     host.office.want(want(python("print('one'); print('two')")))
-    host.office.wait_phase(Phase.ENDED)
+    host.office.wait(lambda: (held := host.office.holding()) and held.ended, "the rank's end")
     host.kill_agent()
     host.office.logs[1, 0, 0] = bytearray(b"one\n")
     host.office.mend()

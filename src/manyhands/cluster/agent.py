@@ -54,8 +54,11 @@ from manyhands.cluster.wake import Wake
 
 log = logging.getLogger(__name__)
 
-FAREWELL_S = 10.0
-"""For the last Status and the logs to arrive, once an agent that leaves has no process."""
+FAREWELL_S = 15.0
+"""For the logs and the last Status to arrive, once an agent that leaves has no process."""
+LOGS_S = 10.0
+"""For the logs of an attempt that has ended to arrive, before its end is reported without them:
+whoever hears that a job is over finds all that it wrote."""
 FIRST_WELCOME_S = 60.0
 """For an agent that `up` started: by then `up` has answered, or is dead."""
 
@@ -74,8 +77,8 @@ class Leaving:
     why: str
     patient: bool = True
     until_s: float | None = None
-    number: int = 0
-    """Of the Status that has to arrive first."""
+    number: int | None = None
+    """Of the Status that has to arrive first; 0 once it has."""
 
 
 class Agent:
@@ -125,6 +128,7 @@ class Agent:
         self._cluster = ""
         self._leaving: Leaving | None = None
         self._reported: Status | None = None
+        self._ended_s: dict[Key, float] = {}
         self._offered: set[Key] = set()  # attempts whose logs `Uploads` has
         self._strangers: frozenset[int] = frozenset()
 
@@ -200,6 +204,11 @@ class Agent:
         times += [self._lease.until_s if self._lease.holds else None]
         times += [first_s if not self._cluster and self._origin is Origin.UP else None]
         times += [self._leaving.until_s if self._leaving is not None else None]
+        times += [
+            self._ended_s[key] + LOGS_S
+            for key, attempt in self._attempts.items()
+            if self._is_held_back(attempt)
+        ]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def _keep_lease(self) -> None:
@@ -241,10 +250,14 @@ class Agent:
         now_s = self._lease.now_s()
         if leaving.until_s is None:
             leaving.until_s = now_s + (FAREWELL_S if leaving.patient and self._cluster else 0)
-            leaving.number = self._report()
+        if now_s >= leaving.until_s:
+            return True
         mine = [attempt for key, attempt in self._attempts.items() if key.cluster == self._cluster]
-        settled = leaving.number == 0 and all(attempt.held.log_settled for attempt in mine)
-        return settled or now_s >= leaving.until_s
+        if any(self._is_held_back(attempt) for attempt in mine):
+            return False
+        if leaving.number is None:
+            leaving.number = self._report()
+        return leaving.number == 0 and all(attempt.held.log_settled for attempt in mine)
 
     # What comes in
 
@@ -262,7 +275,7 @@ class Agent:
                     if wants.leave and self._origin is Origin.UP and self._leaving is None:
                         self._leave("the cluster goes down", patient=True)
             case Reported(number):
-                if self._leaving is not None and number >= self._leaving.number:
+                if self._leaving is not None and number >= (self._leaving.number or sys.maxsize):
                     self._leaving.number = 0
             case Renewed():
                 until_s = self._lease.until_s
@@ -334,11 +347,20 @@ class Agent:
 
     def _status(self) -> Status:
         holdings = [
-            attempt.holding()
+            msgspec.structs.replace(attempt.holding(), phase=Phase.RUNNING)
+            if self._is_held_back(attempt)
+            else attempt.holding()
             for key, attempt in self._attempts.items()
             if key.cluster == self._cluster
         ]
         return Status(agent=self._hello.agent, holdings=tuple(holdings))
+
+    def _is_held_back(self, attempt: Attempt) -> bool:
+        """Whether its end is not told yet, because its logs are still on their way."""
+        if attempt.phase is not Phase.ENDED or attempt.held.log_settled:
+            return False
+        now_s = self._lease.now_s()
+        return now_s < self._ended_s.setdefault(attempt.key, now_s) + LOGS_S
 
     # What is done
 
@@ -452,6 +474,7 @@ class Agent:
     def _forget(self, key: Key) -> None:
         self._uploads.drop(key)
         self._offered.discard(key)
+        self._ended_s.pop(key, None)
         del self._attempts[key]
         try:
             self._ledger.forget(key)
