@@ -9,6 +9,7 @@ import gzip
 import os
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ _BLANK = b" \t\r\n"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-class Records:
+class Records(ABC):
     """A table; subclasses say how a sample is found (`scan`) and what it is (`parse`).
 
     Once opened, the file stays the one that it was: one that is put in its place, or grows, does
@@ -62,13 +63,13 @@ class Records:
         if not self._sequential:
             self._expected = self._open().access.fingerprint
 
+    @abstractmethod
     def scan(self, lines: Iterable[bytes]) -> Iterator[Found]:
         """All samples of these lines, which begin with the file's first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parse(self, text: bytes) -> Any:  # noqa: ANN401
         """The sample. `text` may end in blank lines. Raises ValueError, saying what is wrong."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._open().index)

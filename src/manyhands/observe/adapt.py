@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -72,7 +73,7 @@ def _takes(call: Callable[..., object], *arguments: object, **named: object) -> 
     return True
 
 
-class _Adapted:
+class _Adapted(ABC):
     """What all have in common: no step goes back, and hyperparameters go nowhere."""
 
     def __init__(self, thing: Any) -> None:  # noqa: ANN401
@@ -89,8 +90,9 @@ class _Adapted:
     def finalize(self, status: str) -> None:
         pass
 
+    @abstractmethod
     def _send(self, metrics: dict[str, float], step: int) -> None:
-        raise NotImplementedError
+        """A row whose step is a new one."""
 
 
 class _Writer(_Adapted):
