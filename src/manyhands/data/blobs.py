@@ -24,12 +24,37 @@ from manyhands.data.stores import Kind, Store, store_at
 
 
 @dataclass(frozen=True, slots=True)
-class Blob:
-    """A file: `key` in `store`. `name` is its path inside the tree that gave it."""
+class _Place:
+    """A place: `key` in `store`. `name` is its path inside the tree that gave it."""
 
     store: Store = field(repr=False)
     key: str
     name: str = field(compare=False)
+
+    @property
+    def place(self) -> str:
+        """Where it lies, for messages: without secrets."""
+        return self.store.place(self.key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Nothing is held open."""
+
+    def __str__(self) -> str:
+        return self.place
+
+
+class Blob(_Place):
+    """A file."""
+
+    __slots__ = ()
 
     @classmethod
     def at(cls, place: str | os.PathLike[str], **options: object) -> Blob:
@@ -38,11 +63,6 @@ class Blob:
         if not isinstance(root, cls):
             raise UsageError(f"{root} is a folder, not a file", hint="BlobTree.at(...) takes it")
         return root
-
-    @property
-    def place(self) -> str:
-        """Where it lies, for messages: without secrets."""
-        return self.store.place(self.key)
 
     @property
     def size(self) -> int:
@@ -83,28 +103,11 @@ class Blob:
         """No."""
         return False
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Nothing is held open."""
+class BlobTree(_Place):
+    """A folder."""
 
-    def __str__(self) -> str:
-        return self.place
-
-
-@dataclass(frozen=True, slots=True)
-class BlobTree:
-    """A folder: `key` in `store`. `name` is its path inside the tree that gave it."""
-
-    store: Store = field(repr=False)
-    key: str
-    name: str = field(compare=False)
+    __slots__ = ()
 
     @classmethod
     def at(cls, place: str | os.PathLike[str], **options: object) -> BlobTree:
@@ -113,11 +116,6 @@ class BlobTree:
         if not isinstance(root, cls):
             raise UsageError(f"{root} is a file, not a folder", hint="Blob.at(...) takes it")
         return root
-
-    @property
-    def place(self) -> str:
-        """Where it lies, for messages: without secrets."""
-        return self.store.place(self.key)
 
     def __getitem__(self, path: str | os.PathLike[str]) -> Blob | BlobTree:
         """The file or folder at `path` below this one. Raises NotThere, a KeyError."""
@@ -204,20 +202,6 @@ class BlobTree:
             # A folder sorts as what is in it will: with the slash that follows its name.
             found = sorted(found, key=lambda e: e[0] + "/" * (e[1] == "folder"), reverse=True)
             pending.extend((above + entry, kind) for entry, kind in found)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Nothing is held open."""
-
-    def __str__(self) -> str:
-        return self.place
 
     def _key(self, name: str) -> str:
         return f"{self.key}/{name}" if self.key and name else self.key or name
