@@ -22,6 +22,8 @@ from manyhands.core.errors import NotThere, UsageError
 from manyhands.data.spec import parts_of
 from manyhands.data.stores import Kind, Store, store_at
 
+_PIECE = 4 << 20  # bytes that are asked for at once, of a file of any size
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -126,13 +128,14 @@ class BlobTree(_Place):
             raise NotThere(f"{self.place} has no {name!r}")
         return (BlobTree if kind == "folder" else Blob)(self.store, key, name)
 
-    def read_blob(self, path: str | os.PathLike[str]) -> bytes:
+    def read_blob(self, path: str | os.PathLike[str], most: int | None = None) -> bytes:
         """All of the file at `path` below this one, at once: nothing asks first what is there.
 
-        Raises DataError; NotThere, a KeyError, if nothing is.
+        Of one that has more than `most` bytes, so many. Raises DataError; NotThere, a KeyError, if
+        nothing is.
         """
         with self.store.open(self._key("/".join(parts_of(os.fspath(path))))) as file:
-            return file.read()
+            return file.read() if most is None else _read_some(file, most)
 
     def blob(self, path: str | os.PathLike[str]) -> Blob:
         """The file at `path`, and nothing else. Raises NotThere."""
@@ -205,6 +208,14 @@ class BlobTree(_Place):
 
     def _key(self, name: str) -> str:
         return f"{self.key}/{name}" if self.key and name else self.key or name
+
+
+def _read_some(file: BinaryIO, most: int) -> bytes:
+    """The first `most` bytes. Memory is asked for as they come, whatever the file claims to be."""
+    found = bytearray()
+    while len(found) < most and (piece := file.read(min(_PIECE, most - len(found)))):
+        found += piece
+    return bytes(found)
 
 
 def root_of(store: Store) -> Blob | BlobTree:

@@ -32,6 +32,13 @@ _KINDS: Mapping[str, Kind] = {
     "BlobTree": "folder",
     "FileTree": "folder",
 }
+_CACHES = "its options say where files of any name are written; cache = true keeps copies, too"
+# File systems that do more than read, as somebody else's file may tell them to.
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("simplecache", "filecache", "blockcache", "cached"), _CACHES),
+    "reference": "it evaluates what it reads",
+    "dask": "it runs what it is given elsewhere",
+}
 _NAMES: Mapping[type, str] = {
     str: "text in quotes",
     bool: "true or false",
@@ -226,6 +233,9 @@ def _fsspec(fields: Fields) -> Store | None:
         fields.problem("url", f"{url[:80]!r} is no URL (driver = 'FileSystem' takes a path)")
     if not url:
         return None
+    for scheme in (part.partition("://")[0] for part in url.split("::")):
+        if scheme in _REFUSED:
+            fields.problem("url", f"{scheme} is not for a Data.toml: {_REFUSED[scheme]}")
     try:
         return store_at(url, options)
     except UsageError as error:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from manyhands.core.errors import UsageError
 from manyhands.data import index as indices
-from manyhands.data.access import Access, Fingerprint, open_access, stream
+from manyhands.data.access import Access, Fingerprint, lines_of, open_access, stream
 from manyhands.data.files import as_file, is_url
 from manyhands.data.index import Found, Index
 from manyhands.data.table import BadSample, Sequential, named
@@ -98,7 +98,7 @@ class Records(ABC):
         """Of the file from its beginning. Raises UsageError if it cannot be unpacked."""
         if self._sequential:
             return _unpacked(self._file.open("rb"), self.place)
-        return iter(stream(self._open().access))
+        return iter(stream(self._open().access, self.place))
 
     def made(self, text: bytes, where: Callable[[], str]) -> Any:  # noqa: ANN401
         """The sample of these bytes, as the user gets it. Raises BadSample."""
@@ -137,7 +137,9 @@ class Records(ABC):
             places = [self._index_path]
         found = indices.find(places, self.kind, state)
         if found is None:
-            found = indices.build(places, self.kind, state, lambda: self.scan(stream(access)))
+            found = indices.build(
+                places, self.kind, state, lambda: self.scan(stream(access, self.place))
+            )
         return _Opened(access, found)
 
     def close(self) -> None:
@@ -202,7 +204,7 @@ def _unpacked(opened: Any, place: str) -> Iterator[bytes]:  # noqa: ANN401
     number = 0
     with opened, gzip.GzipFile(fileobj=opened) as file:
         try:
-            for number, line in enumerate(file, start=1):  # noqa: B007
+            for number, line in enumerate(lines_of(file.read1, place), start=1):  # noqa: B007
                 yield line
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UsageError(f"{place} cannot be unpacked after line {number}: {error}") from error
