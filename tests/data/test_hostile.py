@@ -18,7 +18,7 @@ from manyhands.data.cache import CachedStore
 from manyhands.data.drivers import open_storage
 from manyhands.data.index import SUFFIX
 from manyhands.data.project import read_project
-from manyhands.data.stores import LocalStore
+from manyhands.data.stores import LocalStore, UrlStore
 from tests.data.kit import bad
 
 pytestmark = pytest.mark.timeout(60)  # what hangs, hangs for ever
@@ -192,14 +192,30 @@ def test_a_folder_in_the_place_of_a_copy(rows, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("url", "options"),
     [
-        *("simplecache::https://host/.bashrc", "filecache::s3://b/x", "blockcache::s3://b/x"),
-        *("reference://", "cached::memory://x", "zip://a::simplecache::https://host/x"),
-        "dask::file:///x",
+        *((url, {}) for url in ("simplecache::https://host/.bashrc", "filecache::s3://b/x")),
+        *((url, {}) for url in ("reference://", "cached::memory://x", "blockcache::s3://b/x")),
+        *((url, {}) for url in ("zip://a::simplecache::https://host/x", "dask::file:///x")),
+        ("dir://x", {"target_protocol": "simplecache", "target_options": {}}),
+        ("zip://x", {"fo": "simplecache::https://host/x"}),
+        ("dir://x", {"target_options": {"target_protocol": "reference"}}),
     ],
 )
-def test_a_registry_does_not_choose_file_systems_that_do_more_than_read(url):
+def test_a_registry_does_not_choose_file_systems_that_do_more_than_read(url, options):
     """They write what others send under names that others choose, or evaluate it."""
     with pytest.raises(RegistryError, match="is not for a Data"):
-        open_storage({"driver": "fsspec", "url": url}, "Data.toml, x")
+        open_storage({"driver": "fsspec", "url": url, "options": options}, "Data.toml, x")
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("s3://b/simplecache", {"default_cache_type": "blockcache"}),
+        ("zip://reference::https://host/x", {}),
+        ("dir://x", {"target_protocol": "memory"}),
+    ],
+)
+def test_others_may_be_called_like_them(url, options):
+    storage = {"driver": "fsspec", "url": url, "options": options}
+    assert open_storage(storage, "Data.toml, x").store == UrlStore(url, options)

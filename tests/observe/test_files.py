@@ -10,6 +10,7 @@ import pytest
 
 from manyhands.core.errors import UsageError
 from manyhands.observe import Csv, JsonLines
+from manyhands.observe.files import _replacing
 
 
 @pytest.fixture(params=[JsonLines, Csv])
@@ -186,3 +187,13 @@ def test_hyperparameters_are_beside_it(kind, path):
         "clip": None,
         "never": "inf",
     }
+
+
+def test_two_loggers_whose_files_are_called_alike_write_hyperparams_at_once(tmp_path):
+    """`log.csv` and `log.jsonl`, each in a thread of its own."""
+    path = tmp_path / "log.hyperparams.json"
+    with _replacing(path) as first, _replacing(path) as second:
+        first.write("1")
+        second.write("2")
+    assert path.read_text() in "12"
+    assert list(tmp_path.iterdir()) == [path]

@@ -11,6 +11,7 @@ import csv
 import json
 import math
 import os
+import secrets
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -189,7 +190,8 @@ def _write_beside(path: Path, params: Mapping[str, object]) -> None:
 @contextmanager
 def _replacing(path: Path) -> Generator[TextIO]:
     """A file that takes the place of this one when it is whole, and else leaves nothing."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # Another logger may write the same beside its own file, at the same time.
+    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         with part.open("w", encoding="utf-8", newline="") as file:
             yield file
