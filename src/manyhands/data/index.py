@@ -185,14 +185,14 @@ def _read_header(number: int) -> _Header | None:
 def _check_is_ours(path: Path) -> None:
     """Nothing else is written over."""
     try:
-        plain = stat.S_ISREG(path.stat().st_mode)
-        head = b""
-        if plain:
+        mode = path.stat().st_mode
+        ours = stat.S_ISDIR(mode)  # where none can be put; that is said then
+        if stat.S_ISREG(mode):
             with path.open("rb") as file:
-                head = file.read(len(_MAGIC))
+                ours = _MAGIC.startswith(file.read(len(_MAGIC)))  # half of one can go, too
     except OSError:
         return
-    if not (plain and _MAGIC.startswith(head)):  # half of one is one that can go
+    if not ours:
         raise UsageError(
             f"{path} is there, and is no index",
             hint="move it away, or say where the index may be: index=PATH",
