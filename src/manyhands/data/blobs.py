@@ -22,7 +22,7 @@ from manyhands.core.errors import NotThere, UsageError
 from manyhands.data.spec import parts_of
 from manyhands.data.stores import Kind, Store, store_at
 
-_PIECE = 4 << 20  # bytes that are asked for at once, of a file of any size
+_PIECE = 1 << 16  # bytes that are asked for first, of a file of any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +212,13 @@ class BlobTree(_Place):
 
 def _read_some(file: BinaryIO, most: int) -> bytes:
     """The first `most` bytes. Memory is asked for as they come, whatever the file claims to be."""
-    found = bytearray()
-    while len(found) < most and (piece := file.read(min(_PIECE, most - len(found)))):
+    first = file.read(min(_PIECE, most))
+    if len(first) < _PIECE:  # most files
+        return first
+    found, size = bytearray(first), _PIECE
+    while len(found) < most and (piece := file.read(min(size, most - len(found)))):
         found += piece
+        size = len(found)
     return bytes(found)
 
 

@@ -125,8 +125,8 @@ def send(line: Connection, thing: Any) -> None:  # noqa: ANN401
 
 def receive(line: Connection) -> Any:  # noqa: ANN401
     """What this process's own child has sent. Raises EOFError or OSError if that has died, and
-    Lost, an OSError too: after any of these the line is of no use. What else it raises, it raises
-    when all of the batch has come.
+    Lost, an OSError too: after any of these the line is of no use. What else unpacking raises
+    leaves it as it should be.
     """
     head: _Head = line.recv()
     try:
@@ -143,13 +143,11 @@ def receive(line: Connection) -> Any:  # noqa: ANN401
         # Whatever it is: one that goes on to read would take this batch's body for the next one's
         # head, and from then on every batch for another.
         raise Lost(f"{type(error).__name__}: {error}") from error
-    try:
-        body = line.recv_bytes()
-    except MemoryError as error:  # some of it may be read
-        raise Lost(f"{type(error).__name__}: no memory for a batch") from error
     _ARRIVING.tensors = tensors
     try:
-        return ForkingPickler.loads(body)
+        return line.recv()
+    except MemoryError as error:  # a part of it may be on the line yet
+        raise Lost("no memory for a batch") from error
     finally:
         _ARRIVING.tensors = ()
 

@@ -154,7 +154,7 @@ class Records(ABC):
         return {k: v for k, v in self.__dict__.items() if k not in ("_held", "_opening")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
         self._opening, self._held = threading.Lock(), None
 
 
