@@ -198,7 +198,7 @@ def test_a_folder_in_the_place_of_a_copy(rows, tmp_path):
         *((url, {}) for url in ("reference://", "cached::memory://x", "blockcache::s3://b/x")),
         *((url, {}) for url in ("zip://a::simplecache::https://host/x", "dask::file:///x")),
         ("dir://x", {"target_protocol": "simplecache", "target_options": {}}),
-        ("zip://x", {"fo": "simplecache::https://host/x"}),
+        ("zip://x", {"target": "simplecache::https://host/x"}),
         ("dir://x", {"target_options": {"target_protocol": "reference"}}),
     ],
 )
