@@ -95,7 +95,7 @@ def train(child: Any, *, folder: str, workers: int = 0, resume: bool = False, **
         run=place["run"],
         name=place["name"],
         min_peers=place["min_peers"],
-        lease_s=20.0,
+        lease_s=place["lease_s"],
         seed=SEED,
     )
     with joined as hand:

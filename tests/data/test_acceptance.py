@@ -2,7 +2,7 @@
 
 Processes killed with -9 at random, five resumes, at 4, 3, 5, 1, 2 and 4 processes, two mixed
 sources, three corrupt files: the good samples count once each in every epoch, in the order of a
-run that nothing interrupted.
+run that nothing interrupted. Over a hub; in fewer lives over RabbitMQ.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from tests.replica.hands import held_at, until_saved
 
 PROGRAM = "tests.data.acceptance"
 WORLDS = (4, 3, 5, 1, 2, 4)
+FEWER = (4, 3, 5, 1)
+LEASE_S = 20.0
+AGAIN_S = 3.0  # a broker waits for one lease before a run whose peers all died begins again
 CORRUPT = ("png/*/003.png", "jpeg/*/045.jpg", "jpeg/*/china.jpg")
 PATIENCE_S = 100.0
 _runs = itertools.count()
@@ -133,10 +136,10 @@ def test_the_uninterrupted_run_is_what_it_should_be(folder, uninterrupted):
 class Crew:
     """The peers of one run, in all its lives."""
 
-    def __init__(self, zygote: Zygote, hub: Hub, folder: Path, saved: Path) -> None:
+    def __init__(self, zygote: Zygote, url: str, folder: Path, saved: Path) -> None:
         self._zygote, self.saved = zygote, saved
         self._place = {
-            "url": f"{hub.address}?insecure=1",
+            "url": url,
             "run": f"acceptance-{os.getpid()}-{next(_runs)}",
             "folder": str(folder),
             "checkpoints": str(saved),
@@ -200,17 +203,34 @@ class Crew:
             peer.close()
 
 
-@pytest.mark.parametrize(("seed", "workers"), [(1, 0), (2, 2)])
-def test_over_an_elastic_run(zygote, hub, folder, uninterrupted, tmp_path, seed, workers):
+@pytest.fixture
+def url(request, hub):
+    if request.param == "amqp":
+        return request.getfixturevalue("broker").url()
+    return f"{hub.address}?insecure=1"
+
+
+@pytest.mark.parametrize(
+    ("url", "seed", "workers", "worlds", "lease_s"),
+    [
+        ("hub", 1, 0, WORLDS, LEASE_S),
+        ("hub", 2, 2, WORLDS, LEASE_S),
+        ("amqp", 5, 1, FEWER, AGAIN_S),
+    ],
+    indirect=["url"],
+)
+def test_over_an_elastic_run(
+    zygote, url, folder, uninterrupted, tmp_path, seed, workers, worlds, lease_s
+):
     dice = random.Random(seed)
-    with Crew(zygote, hub, folder, tmp_path / "saved") as crew:
-        for world in WORLDS[:-1]:
+    with Crew(zygote, url, folder, tmp_path / "saved") as crew:
+        for world in worlds[:-1]:
             # Nobody can end by itself: all wait a few rounds later. Some are killed when all take
             # part, in the middle of whatever they do; the others go on, and are then killed too.
             begun = crew.newest()
             points = {place: [held_at(begun + 6)] for place in range(world)}
-            train = {"min_peers": world, "resume": begun > 0, "workers": workers}
-            peers = crew.start(world, points, **train)
+            train = {"resume": begun > 0, "workers": workers, "lease_s": lease_s}
+            peers = crew.start(world, points, min_peers=world, **train)
             all_in = crew.until(peers, lambda said, w=world: said.get("members") == w)
             until_saved(crew, crew.saved, begun + 1)
             dice.shuffle(peers)
@@ -222,7 +242,8 @@ def test_over_an_elastic_run(zygote, hub, folder, uninterrupted, tmp_path, seed,
             crew.kill()
         begun = crew.newest()
         dead = list(crew.all)
-        last = crew.start(WORLDS[-1], {}, min_peers=WORLDS[-1], resume=True, workers=workers)
+        train |= {"resume": True, "min_peers": worlds[-1]}
+        last = crew.start(worlds[-1], {}, **train)
         for peer in last:
             assert peer.wait(PATIENCE_S) == 0, peer.report()
 

@@ -59,7 +59,7 @@ def test_every_sample_comes_everywhere_alike(size):
     for position in (0, size // 2, size - 1):
         counts = torch.zeros(size)
         for epoch in range(epochs):
-            counts[Order(size, seed=7, epoch=epoch).indices(position, position + 1)] += 1
+            counts[Order(size, seed=7, epoch=epoch).place(position)] += 1
         expected = epochs / size
         chi = float(((counts - expected) ** 2 / expected).sum())
         spread = (2 * (size - 1)) ** 0.5

@@ -143,6 +143,22 @@ def test_anything_between_a_head_and_its_body_ends_the_line(monkeypatch):
             receive(mine)
 
 
+def test_a_batch_that_there_is_no_memory_for_ends_the_line(monkeypatch):
+    """Of what is not made of tensors: some of it may have been read when memory runs out."""
+    with pipe() as (mine, theirs):
+        send(theirs, ["text"])
+        heads = [mine.recv()]
+
+        def short():
+            if not heads:
+                raise MemoryError
+            return heads.pop()
+
+        monkeypatch.setattr(mine, "recv", short)
+        with pytest.raises(Lost, match="no memory"):
+            receive(mine)
+
+
 def test_what_there_is_no_descriptor_for_is_not_begun():
     """Nothing has gone to the line, so that an error can."""
     with pipe() as (mine, theirs):

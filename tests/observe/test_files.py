@@ -10,6 +10,7 @@ import pytest
 
 from manyhands.core.errors import UsageError
 from manyhands.observe import Csv, JsonLines
+from manyhands.observe.files import _replacing
 
 
 @pytest.fixture(params=[JsonLines, Csv])
@@ -81,7 +82,11 @@ def test_a_line_that_was_not_written_to_its_end(kind, path):
 
 
 @pytest.mark.parametrize(
-    "text", ["notes\n", "[1]\n", '{"loss": 1}\n', '{"step": "2"}\n', "loss,step\n"]
+    "text",
+    [
+        *("notes\n", "[1]\n", '{"loss": 1}\n', '{"step": "2"}\n', "loss,step\n"),
+        *("notes", '{"loss": 1}', '{"steps": 2}', "[", "\0\0"),  # without an end of the line
+    ],
 )
 def test_a_file_of_something_else_is_left_alone(kind, path, text):
     path.parent.mkdir()
@@ -95,14 +100,40 @@ def test_a_file_of_something_else_is_left_alone(kind, path, text):
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("text", "line"), [("step,name\n0,a\nx,b\n", 3), ("step", 1)])
-def test_a_table_of_something_else_is_left_alone(path, text, line):
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        *(("step,name\n0,a\nx,b\n", 3), ("step", 1), ("step,name\n0,a\nx,b", 3)),
+        *(("step,name\n\u00b2,a\n", 2), ("step,name\n\n", 2)),
+    ],
+)
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_table_of_something_else_is_left_alone(path, text, line, step):
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(UsageError, match=f"line {line}"):
-        Csv(path).log_metrics({"loss": 1.0}, 5)
+        Csv(path).log_metrics({"loss": 1.0}, step)
     assert path.read_text() == text
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_lines_of_something_else_after_ours_are_left_alone(path):
+    """At whatever step: what comes after it would be cut off unseen."""
+    text = '{"step": 0}\n{"step": 1}\nnotes\n'
+    path.parent.mkdir()
+    path.write_text(text)
+    for step in (0, 1, 5):
+        with pytest.raises(UsageError, match="line 3"):
+            JsonLines(path).log_metrics({}, step)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"st', '{"step": ', '{"step": 1', '{"step": 0, "lo'])
+def test_a_first_line_that_was_not_written_to_its_end(path, text):
+    path.parent.mkdir()
+    path.write_text(text)
+    write(JsonLines, path, [3])
+    assert rows(path) == [(3, 0.5)]
 
 
 def test_columns_that_come_later(path):
@@ -156,3 +187,13 @@ def test_hyperparameters_are_beside_it(kind, path):
         "clip": None,
         "never": "inf",
     }
+
+
+def test_two_loggers_whose_files_are_called_alike_write_hyperparams_at_once(tmp_path):
+    """`log.csv` and `log.jsonl`, each in a thread of its own."""
+    path = tmp_path / "log.hyperparams.json"
+    with _replacing(path) as first, _replacing(path) as second:
+        first.write("1")
+        second.write("2")
+    assert path.read_text() in "12"
+    assert list(tmp_path.iterdir()) == [path]

@@ -81,7 +81,7 @@ def test_it_is_false_before_anything_is_known_and_names_are_checked():
             assert not agreed
             assert math.isnan(float(agreed))
             assert agreed.round is None
-            with pytest.raises(UsageError, match="characters"):
+            with pytest.raises(UsageError, match="1 to 64 bytes"):
                 hand.agree(1, "")
             mean_loss(model, batch).backward()
             assert agreed

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from manyhands.collectives.messages import NO_TAG, Part, SelfReport
+from manyhands.collectives.messages import NO_TAG, NOTES_BYTES, Part, SelfReport
 from manyhands.collectives.outcomes import Task
 from manyhands.collectives.ranges import Ranges
+from manyhands.core.errors import UsageError
 from manyhands.replica.conductor import Turn
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, parameters_of
@@ -110,3 +111,28 @@ def test_a_word_that_went_out_with_a_resync_goes_out_again(scalars):
     scalars.committed(5, scalars.note([part]), 0)
     assert scalars.agreed == {"stop": (5, 1.0)}
     assert b"stop" not in scalars.report(7, SelfReport(0)).scalars
+
+
+@pytest.mark.parametrize("letter", ["a", "\u00fc", "\u4e94", "\U0001f602"])
+def test_as_many_as_may_be_fit_into_a_message_in_any_language(scalars, letter):
+    """A message that is too long would be taken for a broken one, by every peer."""
+    size = len(letter.encode())
+    names = [f"{i:04}" + letter * (60 // size) for i in range(64)]
+    assert len(names[0].encode()) in (63, 64)
+    scalars.begin_pass(0)
+    for name in names:
+        scalars.say_after(name, 0.1, 0.3, closed=True)
+        scalars.say_after(name, 0.1, 0.3, closed=False)
+        scalars.give_word(name, 0.1)
+    report = scalars.report(0, SelfReport(0))
+    assert len(report.scalars) <= NOTES_BYTES
+    part = Part(0, NO_TAG, 0, UNITS, report=report)
+    assert len(scalars.note([part])) <= NOTES_BYTES
+
+
+@pytest.mark.parametrize("name", ["", "a" * 65, "\u00fc" * 33, "\U0001f602" * 17, "\ud800"])
+def test_names_that_do_not_fit(scalars, name):
+    with pytest.raises(UsageError, match="UTF-8"):
+        scalars.say(name, 1.0)
+    with pytest.raises(UsageError, match="UTF-8"):
+        scalars.give_word(name, 1.0)

@@ -10,8 +10,10 @@ import io
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from manyhands.core.errors import UsageError
 from manyhands.data.files import File
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 16  # bytes of the head, and of the tail, that a fingerprint looks at
 _BLOCK = 1 << 20  # bytes that are read ahead, from the beginning to the end
+_LINE_BYTES = 1 << 30
 
 
 class Fingerprint(NamedTuple):
@@ -98,27 +101,49 @@ class SharedAccess:
         return os.getpid(), opened, threading.Lock()
 
 
-def stream(access: Access) -> io.BufferedReader:
-    """All of it from the beginning: what it was when it was opened, not what came to its end since.
-
-    With a position of its own; one thread at a time.
+def stream(access: Access, place: str) -> io.BufferedReader:
+    """The lines from the beginning: of what it was when it was opened, not what came to its end
+    since. As `lines_of`.
     """
-    return io.BufferedReader(_Stream(access), _BLOCK)
+    at, size = 0, access.fingerprint.size
+
+    def read(num: int) -> bytes:
+        nonlocal at
+        found = access.read(at, min(at + num, size))
+        at += len(found)
+        return found
+
+    return lines_of(read, place)
+
+
+def lines_of(read: Callable[[int], bytes], place: str) -> io.BufferedReader:
+    """The lines of what `read(num)` gives: at most so many bytes, none at the end.
+
+    With a position of its own; one thread at a time. Raises UsageError where a line does not end:
+    it would have to fit into memory, and a small file that is unpacked may have a very long one.
+    """
+    return io.BufferedReader(_Stream(read, place), _BLOCK)
 
 
 class _Stream(io.RawIOBase):
-    def __init__(self, access: Access) -> None:
-        self._access, self._at = access, 0
+    def __init__(self, read: Callable[[int], bytes], place: str) -> None:
+        self._read, self._place = read, place
+        self._open = 0  # bytes since the last line ended
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         view = memoryview(buffer)
-        stop = min(self._at + len(view), self._access.fingerprint.size)
-        found = self._access.read(self._at, stop)
+        found = self._read(len(view))
         view[: len(found)] = found
-        self._at += len(found)
+        end = found.rfind(b"\n")
+        self._open = self._open + len(found) if end < 0 else len(found) - end - 1
+        if self._open > _LINE_BYTES:
+            raise UsageError(
+                f"{self._place} has a line of more than {_LINE_BYTES} bytes",
+                hint="is it a file of lines, one for each sample?",
+            )
         return len(found)
 
 

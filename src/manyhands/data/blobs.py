@@ -22,14 +22,41 @@ from manyhands.core.errors import NotThere, UsageError
 from manyhands.data.spec import parts_of
 from manyhands.data.stores import Kind, Store, store_at
 
+_PIECE = 1 << 16  # bytes that are asked for first, of a file of any size
+
 
 @dataclass(frozen=True, slots=True)
-class Blob:
-    """A file: `key` in `store`. `name` is its path inside the tree that gave it."""
+class _Place:
+    """A place: `key` in `store`. `name` is its path inside the tree that gave it."""
 
     store: Store = field(repr=False)
     key: str
     name: str = field(compare=False)
+
+    @property
+    def place(self) -> str:
+        """Where it lies, for messages: without secrets."""
+        return self.store.place(self.key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Nothing is held open."""
+
+    def __str__(self) -> str:
+        return self.place
+
+
+class Blob(_Place):
+    """A file."""
+
+    __slots__ = ()
 
     @classmethod
     def at(cls, place: str | os.PathLike[str], **options: object) -> Blob:
@@ -38,11 +65,6 @@ class Blob:
         if not isinstance(root, cls):
             raise UsageError(f"{root} is a folder, not a file", hint="BlobTree.at(...) takes it")
         return root
-
-    @property
-    def place(self) -> str:
-        """Where it lies, for messages: without secrets."""
-        return self.store.place(self.key)
 
     @property
     def size(self) -> int:
@@ -83,28 +105,11 @@ class Blob:
         """No."""
         return False
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Nothing is held open."""
+class BlobTree(_Place):
+    """A folder."""
 
-    def __str__(self) -> str:
-        return self.place
-
-
-@dataclass(frozen=True, slots=True)
-class BlobTree:
-    """A folder: `key` in `store`. `name` is its path inside the tree that gave it."""
-
-    store: Store = field(repr=False)
-    key: str
-    name: str = field(compare=False)
+    __slots__ = ()
 
     @classmethod
     def at(cls, place: str | os.PathLike[str], **options: object) -> BlobTree:
@@ -113,11 +118,6 @@ class BlobTree:
         if not isinstance(root, cls):
             raise UsageError(f"{root} is a file, not a folder", hint="Blob.at(...) takes it")
         return root
-
-    @property
-    def place(self) -> str:
-        """Where it lies, for messages: without secrets."""
-        return self.store.place(self.key)
 
     def __getitem__(self, path: str | os.PathLike[str]) -> Blob | BlobTree:
         """The file or folder at `path` below this one. Raises NotThere, a KeyError."""
@@ -128,13 +128,14 @@ class BlobTree:
             raise NotThere(f"{self.place} has no {name!r}")
         return (BlobTree if kind == "folder" else Blob)(self.store, key, name)
 
-    def read_blob(self, path: str | os.PathLike[str]) -> bytes:
+    def read_blob(self, path: str | os.PathLike[str], most: int | None = None) -> bytes:
         """All of the file at `path` below this one, at once: nothing asks first what is there.
 
-        Raises DataError; NotThere, a KeyError, if nothing is.
+        Of one that has more than `most` bytes, so many. Raises DataError; NotThere, a KeyError, if
+        nothing is.
         """
         with self.store.open(self._key("/".join(parts_of(os.fspath(path))))) as file:
-            return file.read()
+            return file.read() if most is None else _read_some(file, most)
 
     def blob(self, path: str | os.PathLike[str]) -> Blob:
         """The file at `path`, and nothing else. Raises NotThere."""
@@ -205,22 +206,20 @@ class BlobTree:
             found = sorted(found, key=lambda e: e[0] + "/" * (e[1] == "folder"), reverse=True)
             pending.extend((above + entry, kind) for entry, kind in found)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Nothing is held open."""
-
-    def __str__(self) -> str:
-        return self.place
-
     def _key(self, name: str) -> str:
         return f"{self.key}/{name}" if self.key and name else self.key or name
+
+
+def _read_some(file: BinaryIO, most: int) -> bytes:
+    """The first `most` bytes. Memory is asked for as they come, whatever the file claims to be."""
+    first = file.read(min(_PIECE, most))
+    if len(first) < _PIECE:  # most files
+        return first
+    found, size = bytearray(first), _PIECE
+    while len(found) < most and (piece := file.read(min(size, most - len(found)))):
+        found += piece
+        size = len(found)
+    return bytes(found)
 
 
 def root_of(store: Store) -> Blob | BlobTree:

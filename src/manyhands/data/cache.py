@@ -38,13 +38,15 @@ class CachedStore:
         return self.inner.place(key)
 
     def kind(self, key: str) -> Kind | None:
-        return "file" if self._copy(key).exists() else self.inner.kind(key)
+        return "file" if self._copy(key).is_file() else self.inner.kind(key)
 
     def entries(self, key: str) -> dict[str, Kind]:
         return self.inner.entries(key)
 
     def open(self, key: str) -> BinaryIO:
-        return self._fetch(key).open("rb")
+        copy = self._fetch(key)
+        with named(f"{self.place(key)}: its copy {copy} cannot be read"):
+            return copy.open("rb")
 
     def size(self, key: str) -> int:
         try:
@@ -66,7 +68,7 @@ class CachedStore:
 
     def _fetch(self, key: str) -> Path:
         copy = self._copy(key)
-        if not copy.exists():
+        if not copy.is_file():
             with self.inner.open(key) as source, _writing(self.folder, self.place(key)) as part:
                 with open(part.number, "wb", closefd=False) as file:
                     shutil.copyfileobj(source, file, _COPY_BYTES)
@@ -82,9 +84,13 @@ class CachedStore:
 
 @contextmanager
 def _writing(folder: str, place: str) -> Generator[Draft]:
-    """A new file to write; removed at the end unless it has got another name."""
-    with (
-        named(f"{place} cannot be copied to {folder}"),
-        drafting(Path(folder) / "parts", "copy") as part,
-    ):
-        yield part
+    """A new file to write; removed at the end unless it has got another name.
+
+    Whatever is wrong with the folder is a DataError, and never NotThere: the file may well be.
+    """
+    try:
+        with drafting(Path(folder) / "parts", "copy") as part:
+            yield part
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"{place} cannot be copied to {folder}: {reason}") from None

@@ -75,7 +75,9 @@ def _take_turn(path: Path, wait_s: float) -> int | None:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            # Not by a link: it would make a file wherever that leads.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            number = os.open(path, flags, 0o666)
         except OSError:
             return None  # whoever writes there will say what is wrong with it
         try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,6 +31,13 @@ _KINDS: Mapping[str, Kind] = {
     "File": "file",
     "BlobTree": "folder",
     "FileTree": "folder",
+}
+_CACHES = "its options say where files of any name are written; cache = true keeps copies, too"
+# File systems that do more than read, as somebody else's file may tell them to.
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("simplecache", "filecache", "blockcache", "cached"), _CACHES),
+    "reference": "it evaluates what it reads",
+    "dask": "it runs what it is given elsewhere",
 }
 _NAMES: Mapping[type, str] = {
     str: "text in quotes",
@@ -226,11 +233,26 @@ def _fsspec(fields: Fields) -> Store | None:
         fields.problem("url", f"{url[:80]!r} is no URL (driver = 'FileSystem' takes a path)")
     if not url:
         return None
+    for name, scheme in _schemes({"url": url, "options": options}):
+        if scheme in _REFUSED:
+            fields.problem(name, f"{scheme} is not for a Data.toml: {_REFUSED[scheme]}")
     try:
         return store_at(url, options)
     except UsageError as error:
         fields.problem("options", error.message)
         return None
+
+
+def _schemes(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """The fields that say which file system to use, and which one. Options do too: one file system
+    may be told to use another, by its name or by a URL.
+    """
+    for key, value in table.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from _schemes(cast("Mapping[str, Any]", value), f"{name}.")
+        elif isinstance(value, str) and (is_url(value) or key.endswith("protocol")):
+            yield from ((name, part.partition("://")[0]) for part in value.split("::"))
 
 
 Driver = Callable[[Fields], Store | None]

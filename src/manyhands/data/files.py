@@ -96,11 +96,12 @@ def place_in(tree: Tree, name: str) -> str:
     return f"{str(tree).rstrip('/')}/{name}"
 
 
-def read_in(tree: Tree, name: str) -> bytes:
-    """All of a file of a tree. Raises KeyError or FileNotFoundError if it is not there.
+def read_in(tree: Tree, name: str, most: int) -> bytes:
+    """All of a file of a tree, or its first `most` bytes. Raises KeyError or FileNotFoundError if
+    it is not there.
 
     A tree that can is asked for it at once: to ask first what is there is a second way to a
     bucket, for every sample.
     """
     read = getattr(tree, "read_blob", None)
-    return tree[name].read_bytes() if read is None else read(name)
+    return tree[name].read_bytes()[:most] if read is None else read(name, most)

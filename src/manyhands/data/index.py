@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import struct
 import sys
 import weakref
@@ -20,6 +21,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -39,14 +41,17 @@ Found = tuple[int, int, bytes]
 """Of a sample: where it begins, the number of its first line (from 1), its bytes."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
     manyhands_index: int
     kind: str
     size: int
     mtime_ns: int
     ends: str
-    samples: int
-    extra: int  # lines that are no sample's first
+    samples: _Count
+    extra: _Count  # lines that are no sample's first
 
 
 class Index:
@@ -150,7 +155,8 @@ def _put_at(path: Path, kind: str, of: Fingerprint, scan: Callable[[], Iterable[
 
 def _opened(path: Path, kind: str, of: Fingerprint) -> Index | None:
     try:
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Of a pipe nobody waits for the writer.
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None  # what is wrong with the place is said when it is to be written
     try:
@@ -179,11 +185,14 @@ def _read_header(number: int) -> _Header | None:
 def _check_is_ours(path: Path) -> None:
     """Nothing else is written over."""
     try:
-        with path.open("rb") as file:
-            head = file.read(len(_MAGIC))
+        mode = path.stat().st_mode
+        ours = stat.S_ISDIR(mode)  # where none can be put; that is said then
+        if stat.S_ISREG(mode):
+            with path.open("rb") as file:
+                ours = _MAGIC.startswith(file.read(len(_MAGIC)))  # half of one can go, too
     except OSError:
         return
-    if not _MAGIC.startswith(head):  # half of one is one that can go
+    if not ours:
         raise UsageError(
             f"{path} is there, and is no index",
             hint="move it away, or say where the index may be: index=PATH",

@@ -146,6 +146,8 @@ def receive(line: Connection) -> Any:  # noqa: ANN401
     _ARRIVING.tensors = tensors
     try:
         return line.recv()
+    except MemoryError as error:  # a part of it may be on the line yet
+        raise Lost("no memory for a batch") from error
     finally:
         _ARRIVING.tensors = ()
 

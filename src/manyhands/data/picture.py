@@ -27,6 +27,7 @@ from manyhands.data.files import Tree, read_in
 from manyhands.data.spec import parts_of
 from manyhands.data.table import BadSample
 
+_MOST_BYTES = 1 << 30  # of a file: a tree may have anything in it
 _ORIENTATION = 0x0112
 _MAX_16 = (1 << 16) - 1
 # What Pillow raises for one, over the years; its text gives no reason to leave the picture out.
@@ -65,9 +66,11 @@ def read_picture(tree: Tree, name: str, where: str) -> Tensor:
     except UsageError as error:
         raise BadSample(where, error.message) from None
     try:
-        data = read_in(tree, name)
+        data = read_in(tree, name, _MOST_BYTES + 1)
     except (KeyError, FileNotFoundError, NotADirectoryError):
-        raise BadSample(where, "it is not there") from None
+        raise BadSample(where, "it is not there, or is no plain file") from None
+    if len(data) > _MOST_BYTES:
+        raise BadSample(where, f"it has more than {_MOST_BYTES} bytes")
     try:
         return decode(data)
     except NoPicture as error:

@@ -17,6 +17,7 @@ it is opened, so that one entry with a driver that is not here leaves the others
 from __future__ import annotations
 
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ VERSION = 1
 EXAMPLE = Path(__file__).with_name("example.toml")
 """Ships with the package; every driver once."""
 
+_MOST_BYTES = 64 << 20
 _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _TYPES: Mapping[type, str] = {
     str: "text in quotes",
@@ -70,9 +72,11 @@ class Project:
 def read_project(file: Path) -> Project | None:
     """The Data.toml at this path; None if there is none. Raises RegistryError."""
     try:
-        text = file.read_bytes().decode()
+        text = _read(file).decode()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except RegistryError:
+        raise
     except OSError as error:
         raise RegistryError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -80,6 +84,19 @@ def read_project(file: Path) -> Project | None:
     except ValueError:  # no file system can be asked for it
         raise RegistryError(f"{str(file)[:80]!r} is no path") from None
     return parse_project(text, file)
+
+
+def _read(file: Path) -> bytes:
+    """All of a plain file. A pipe would be waited for, and some devices have no end."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise RegistryError(f"{file} is no plain file, but a pipe, a device or a socket")
+    if found.st_size > _MOST_BYTES:
+        raise RegistryError(
+            f"{file} has {found.st_size} bytes, and {_MOST_BYTES} are the most that it may have",
+            hint="data that large belong into a file or folder of their own: driver = FileSystem",
+        )
+    return file.read_bytes()
 
 
 def parse_project(text: str, file: Path) -> Project:

@@ -9,6 +9,7 @@ import gzip
 import os
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, cast
 
 from manyhands.core.errors import UsageError
 from manyhands.data import index as indices
-from manyhands.data.access import Access, Fingerprint, open_access, stream
+from manyhands.data.access import Access, Fingerprint, lines_of, open_access, stream
 from manyhands.data.files import as_file, is_url
 from manyhands.data.index import Found, Index
 from manyhands.data.table import BadSample, Sequential, named
@@ -26,7 +27,7 @@ _BLANK = b" \t\r\n"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-class Records:
+class Records(ABC):
     """A table; subclasses say how a sample is found (`scan`) and what it is (`parse`).
 
     Once opened, the file stays the one that it was: one that is put in its place, or grows, does
@@ -62,13 +63,13 @@ class Records:
         if not self._sequential:
             self._expected = self._open().access.fingerprint
 
+    @abstractmethod
     def scan(self, lines: Iterable[bytes]) -> Iterator[Found]:
         """All samples of these lines, which begin with the file's first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parse(self, text: bytes) -> Any:  # noqa: ANN401
         """The sample. `text` may end in blank lines. Raises ValueError, saying what is wrong."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._open().index)
@@ -97,7 +98,7 @@ class Records:
         """Of the file from its beginning. Raises UsageError if it cannot be unpacked."""
         if self._sequential:
             return _unpacked(self._file.open("rb"), self.place)
-        return iter(stream(self._open().access))
+        return iter(stream(self._open().access, self.place))
 
     def made(self, text: bytes, where: Callable[[], str]) -> Any:  # noqa: ANN401
         """The sample of these bytes, as the user gets it. Raises BadSample."""
@@ -136,7 +137,9 @@ class Records:
             places = [self._index_path]
         found = indices.find(places, self.kind, state)
         if found is None:
-            found = indices.build(places, self.kind, state, lambda: self.scan(stream(access)))
+            found = indices.build(
+                places, self.kind, state, lambda: self.scan(stream(access, self.place))
+            )
         return _Opened(access, found)
 
     def close(self) -> None:
@@ -151,7 +154,7 @@ class Records:
         return {k: v for k, v in self.__dict__.items() if k not in ("_held", "_opening")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
         self._opening, self._held = threading.Lock(), None
 
 
@@ -201,7 +204,7 @@ def _unpacked(opened: Any, place: str) -> Iterator[bytes]:  # noqa: ANN401
     number = 0
     with opened, gzip.GzipFile(fileobj=opened) as file:
         try:
-            for number, line in enumerate(file, start=1):  # noqa: B007
+            for number, line in enumerate(lines_of(file.read1, place), start=1):  # noqa: B007
                 yield line
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UsageError(f"{place} cannot be unpacked after line {number}: {error}") from error

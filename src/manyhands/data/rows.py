@@ -112,7 +112,9 @@ class CsvTable(Records):
         try:
             return next(self._reader(io.StringIO(decoded, newline="")))
         except csv.Error as error:
-            raise ValueError(f"not CSV: {error}") from None
+            more = f"; csv.field_size_limit allows {csv.field_size_limit()} characters in a cell"
+            said = str(error) + (more if len(decoded) > csv.field_size_limit() else "")
+            raise ValueError(f"not CSV: {said}") from None
 
     def _reader(self, lines: Iterable[str]) -> Iterator[list[str]]:
         # Not strict, it would take half a row for a whole one.

@@ -136,6 +136,10 @@ class LocalStore:
     def open(self, key: str) -> BinaryIO:
         place = self.place(key)
         with named(f"{place} cannot be read"):
+            mode = os.stat(place).st_mode
+            # Who opens a pipe waits for its writer, and some devices have no end.
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise NotThere(f"{place} is no plain file, but a pipe, a device or a socket")
             return open(place, "rb")
 
     def size(self, key: str) -> int:

@@ -47,9 +47,9 @@ def adapt(thing: Any) -> Logger:  # noqa: ANN401
         return _Log(thing)
     if callable(thing):
         if _takes(thing, {}, 0):
-            return _Calls(thing)
+            return _Adapted(thing)
         if _takes(thing, {}, step=0):
-            return _Named(thing)
+            return _Adapted(lambda metrics, step: thing(metrics, step=step))
         raise UsageError(f"{thing!r} cannot be called with (dict, step)", hint=f"pass {_TAKEN}")
     raise UsageError(f"a {type(thing).__name__} is no logger", hint=f"pass {_TAKEN}")
 
@@ -73,10 +73,10 @@ def _takes(call: Callable[..., object], *arguments: object, **named: object) -> 
 
 
 class _Adapted:
-    """What all have in common: no step goes back, and hyperparameters go nowhere."""
+    """What gets its rows by a function. No step goes back, and hyperparameters go nowhere."""
 
-    def __init__(self, thing: Any) -> None:  # noqa: ANN401
-        self._thing = thing
+    def __init__(self, send: Callable[[dict[str, float], int], object]) -> None:
+        self._send = send
         self._steps = Steps()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -89,46 +89,34 @@ class _Adapted:
     def finalize(self, status: str) -> None:
         pass
 
-    def _send(self, metrics: dict[str, float], step: int) -> None:
-        raise NotImplementedError
-
 
 class _Writer(_Adapted):
     """A SummaryWriter of torch or of tensorboardX."""
 
-    def _send(self, metrics: dict[str, float], step: int) -> None:
+    def __init__(self, writer: Any) -> None:  # noqa: ANN401
+        super().__init__(self._add)
+        self._writer = writer
+
+    def _add(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._thing.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, step)
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
-        if callable(add := getattr(self._thing, "add_text", None)):
+        if callable(add := getattr(self._writer, "add_text", None)):
             add("hyperparams", json.dumps(plain(params), indent=2))
 
     def finalize(self, status: str) -> None:
-        if callable(flush := getattr(self._thing, "flush", None)):
+        if callable(flush := getattr(self._writer, "flush", None)):
             flush()
 
 
 class _Log(_Adapted):
     """Anything with `log(dict, step=...)`; with a `config` that can be updated, the better."""
 
-    def _send(self, metrics: dict[str, float], step: int) -> None:
-        self._thing.log(metrics, step=step)
+    def __init__(self, thing: Any) -> None:  # noqa: ANN401
+        super().__init__(lambda metrics, step: thing.log(metrics, step=step))
+        self._thing = thing
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
         if callable(update := getattr(getattr(self._thing, "config", None), "update", None)):
             update(plain(params))
-
-
-class _Calls(_Adapted):
-    """A function of a row and its step."""
-
-    def _send(self, metrics: dict[str, float], step: int) -> None:
-        self._thing(metrics, step)
-
-
-class _Named(_Adapted):
-    """The same, with the step by its name only."""
-
-    def _send(self, metrics: dict[str, float], step: int) -> None:
-        self._thing(metrics, step=step)

@@ -11,6 +11,7 @@ import csv
 import json
 import math
 import os
+import secrets
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,21 +61,32 @@ class JsonLines:
         return file
 
     def _start_of(self, step: int, file: BinaryIO) -> int:
-        """Where the lines from this step on begin, or one that was not written to its end."""
-        at = 0
+        """Where the lines from this step on begin, or one that was not written to its end. All are
+        looked at: nothing is cut off a file that has others, too.
+        """
+        at, start = 0, None
         file.seek(0)
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
+                # After a row of ours it is the rest of one, whatever became of it.
+                if number == 1 and not _may_begin_row(line):
+                    raise _refused(f"{self._path}, line 1")
                 break
-            if _step_in(line, f"{self._path}, line {number}") >= step:
-                break
+            if _step_in(line, f"{self._path}, line {number}") >= step and start is None:
+                start = at
             at += len(line)
-        return at
+        return at if start is None else start
 
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _may_begin_row(line: bytes) -> bool:
+    """Whether a row that was not written to its end may look so."""
+    head = json.dumps({_STEP: 0}).encode().partition(b"0")[0]
+    return line.startswith(head) or head.startswith(line)
 
 
 def _step_in(line: bytes, place: str) -> int:
@@ -84,7 +96,11 @@ def _step_in(line: bytes, place: str) -> int:
         found = cast("dict[str, object]", row).get(_STEP) if isinstance(row, dict) else None
     if isinstance(found, int):
         return found
-    raise UsageError(f"{place} is not of a run's steps", hint="log to another file, or remove it")
+    raise _refused(place)
+
+
+def _refused(place: str) -> UsageError:
+    return UsageError(f"{place} is not of a run's steps", hint="log to another file, or remove it")
 
 
 class Csv:
@@ -141,29 +157,22 @@ class Csv:
             return [_STEP]
         columns = next(csv.reader([first]))
         if columns[:1] != [_STEP] or not first.endswith("\n"):
-            raise self._refused(1)
+            raise _refused(f"{self._path}, line 1")
         return columns
 
     def _rows_before(self, step: int) -> Generator[list[str]]:
-        """The cells of rows that were written to their end, up to this step."""
+        """The cells of rows that were written to their end, up to this step. All are looked at."""
+        before = True
         with self._path.open(encoding="utf-8", newline="") as file:
             file.readline()
             # No cell of ours has a line break: a line is a row.
             for number, line in enumerate(file, 2):
-                if not line.endswith("\n"):
-                    return
                 row = next(csv.reader([line]))
-                if not row or not row[0].isdigit():
-                    raise self._refused(number)
-                if int(row[0]) >= step:
-                    return
-                yield row + [""] * (len(self._columns) - len(row))
-
-    def _refused(self, line: int) -> UsageError:
-        return UsageError(
-            f"{self._path}, line {line} is not of a run's steps",
-            hint="log to another file, or remove it",
-        )
+                if not row or not row[0].isdecimal():
+                    raise _refused(f"{self._path}, line {number}")
+                before = before and line.endswith("\n") and int(row[0]) < step
+                if before:
+                    yield row + [""] * (len(self._columns) - len(row))
 
     def _close(self) -> None:
         if self._file is not None:
@@ -181,7 +190,8 @@ def _write_beside(path: Path, params: Mapping[str, object]) -> None:
 @contextmanager
 def _replacing(path: Path) -> Generator[TextIO]:
     """A file that takes the place of this one when it is whole, and else leaves nothing."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # Another logger may write the same beside its own file, at the same time.
+    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         with part.open("w", encoding="utf-8", newline="") as file:
             yield file

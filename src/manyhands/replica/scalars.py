@@ -20,9 +20,9 @@ from manyhands.core.errors import Malformed, UsageError
 from manyhands.replica.deviation import Compared, compare
 from manyhands.replica.news import Bulletin, News, gather
 
-_NAME_CHARS = 64
+_NAME_BYTES = 64
 _MOST = 64  # scalars of a round: their lines fit into a message
-_Name = Annotated[str, msgspec.Meta(max_length=_NAME_CHARS)]
+_Name = Annotated[str, msgspec.Meta(max_length=_NAME_BYTES)]
 
 
 class Total(NamedTuple):
@@ -244,8 +244,12 @@ def _add(totals: dict[str, Total], name: str, more: Total) -> None:
 
 
 def _check(among: Mapping[str, object], name: str) -> None:
-    if not 0 < len(name) <= _NAME_CHARS:
-        raise UsageError(f"a scalar's name has 1 to {_NAME_CHARS} characters, not {len(name)}")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise UsageError(f"a scalar is called {name!r}", hint="give it a name in UTF-8") from None
+    if not 0 < size <= _NAME_BYTES:
+        raise UsageError(f"a scalar's name has 1 to {_NAME_BYTES} bytes in UTF-8, not {size}")
     if name not in among and len(among) >= _MOST:
         raise UsageError(f"more than {_MOST} scalars in one round", hint="average fewer")
 

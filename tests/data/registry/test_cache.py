@@ -110,7 +110,10 @@ READ_ONE = """
 import sys
 from manyhands.data.cache import CachedStore
 from manyhands.data.stores import LocalStore
-with CachedStore(LocalStore(sys.argv[1]), sys.argv[2]).open("slow") as file:
+class Piped(LocalStore):  # itself, it reads no pipes
+    def open(self, key):
+        return open(self.place(key), "rb")
+with CachedStore(Piped(sys.argv[1]), sys.argv[2]).open("slow") as file:
     assert file.read() == b"x" * (1 << 24)
 """
 

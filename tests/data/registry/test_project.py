@@ -267,7 +267,9 @@ def test_secrets_are_refused(storage):
     ],
 )
 def test_what_is_no_secret_is_not_refused(storage):
-    make_project({"data_config_version": 1, "datasets": [entry(storage=storage)]})
+    project = make_project({"data_config_version": 1, "datasets": [entry(storage=storage)]})
+    (read,) = project.entries.values()
+    assert read.storage == storage
 
 
 KEYS = st.sampled_from(
