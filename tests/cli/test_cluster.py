@@ -185,7 +185,7 @@ def test_ctrl_c_in_wait_leaves_the_job(world):
     ("arguments", "words"),
     [
         (["--", "no-such-program"], "no program 'no-such-program' on PATH"),
-        (["--", "python", "trian.py"], "there is no script"),
+        (["--", "python", "tr4in.py"], "there is no script"),
         (["--", "torchrun", "x.py"], ""),
         (["--workdir", "/no/such", "--", "true"], "no folder /no/such"),
         (["--gpus", "3", "--", "true"], "asks for 3 slots, and the cluster has 2"),

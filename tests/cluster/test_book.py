@@ -347,3 +347,12 @@ def test_a_cluster_that_is_taken_down(pair):
     assert pair.job(2).state is State.PENDING
     pair.book.forget_hosts()
     assert pair.book.drain().gone == ("a", "b")
+
+
+def test_a_users_agent_that_has_hung_up_is_not_waited_for():
+    story = Story(("a", 1), ("b", 1))
+    story.book.leave(story.now_s)
+    story.keep()
+    assert story.book.lingering() == ([], ["a", "b"])
+    story.book.broke("a", "agent-1")
+    assert story.book.lingering() == ([], ["b"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from manyhands.cluster.book import FORGET_S, MAX_HOSTS
@@ -203,6 +204,15 @@ def test_giant_texts_are_cut(pair):
     assert failure.words.endswith("END")
 
 
+def test_halves_of_characters_can_be_stored(pair):
+    words = Failure(rank=2, host="b", exit_code=1, words="half \ud800")
+    pair.status("b", held(exits=[(2, 1)], failure=words))
+    msgspec.json.encode(pair.job())
+    assert pair.job().failure.words == "half ?"
+    pair.status("a", ended([], lost="half \ud800"))
+    msgspec.json.encode(pair.job())
+
+
 def test_a_status_of_too_much_is_refused(pair):
     with pytest.raises(BadReport, match="holdings"):
         pair.status("a", *(held(job=i) for i in range(20_000)))
@@ -217,6 +227,8 @@ def test_a_status_of_too_much_is_refused(pair):
         ({"address": "a b"}, "not an address"),
         ({"slots": (Slot(1, Kind.CPU, "0"),)}, "numbered from 0"),
         ({"slots": (Slot(0, Kind.CPU, "x" * 999),)}, "more than 256"),
+        ({"version": "\ud800"}, "a text of"),
+        ({"pid": 2**80}, "number of a process"),
         ({"slots": tuple(Slot(i, Kind.CPU, "") for i in range(5000))}, "at most 4096"),
     ],
     ids=lambda value: str(value)[:30],

@@ -13,13 +13,16 @@ import psutil
 import pytest
 
 import manyhands
+from manyhands.cluster.client import Cluster
+from manyhands.cluster.code import Code
 from manyhands.cluster.hostfile import HostLine
 from manyhands.cluster.job import State
+from manyhands.cluster.routes import Role
 from manyhands.cluster.starters import HELD
 from manyhands.cluster.up import UpSettings
 from manyhands.core.errors import SettingsError
 from manyhands.testing.processes import is_gone
-from tests.cluster.running import MARK, WAIT_S, World
+from tests.cluster.running import MAIN, MARK, WAIT_S, Running, World
 from tests.cluster.sshd import Sshd
 
 # A job that says who it is, then waits until the test lets it go.
@@ -37,6 +40,25 @@ def world(tmp_path):
 
 def states(world, job):
     return [step.state for step in world.cluster.history(job.id)]
+
+
+def command_of(process):
+    """Its words; none of one that has just gone."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def environ_of(process):
+    try:
+        return process.environ()
+    except psutil.NoSuchProcess:
+        return {}
+
+
+def name_of(process):
+    return Path(next(iter(command_of(process)), "")).name
 
 
 def is_listening(port):
@@ -118,6 +140,59 @@ def test_killed_and_up_again_within_the_lease(world):
     assert world.processes() == []
 
 
+def test_a_log_is_followed_across_a_coordinator_that_is_killed(world):
+    up = world.up("--lease", "60s")
+    job = world.submit("echo one; while ! test -e go; do sleep 0.02; done; echo two")
+    reader = world.start(
+        *("logs", "--state", str(world.state), str(job.id), "-f"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert reader.stdout.readline() == b"one\n"
+    up.process.kill()
+    up.process.wait(WAIT_S)
+    world.up("--lease", "60s")
+    (world.folder / "go").touch()
+    out, _ = reader.communicate(timeout=WAIT_S)
+    assert (reader.returncode, out) == (0, b"two\n")
+
+
+def test_beyond_loopback_it_speaks_tls(world):
+    up = Running(world, ("--bind", "0.0.0.0:0", "--advertise", "127.0.0.1"))
+    try:
+        said = up.ready()
+        assert said["url"].startswith("https://127.0.0.1:")
+        with Cluster(state=world.state) as cluster:
+            job = cluster.submit(["true"])
+            assert cluster.wait(job.id, WAIT_S).exit_code == 0
+        agent = join(world, said["code"])
+        with Cluster(state=world.state) as cluster:
+            world.until(lambda: len(cluster.nodes()) == 2, "an agent by the code")
+        agent.terminate()
+        agent.communicate(timeout=WAIT_S)
+        assert up.end() == 0
+    finally:
+        up.close()
+
+
+def test_a_part_that_fails_takes_the_cluster_down(world):
+    fail = "from manyhands.links.hub import Hub; Hub._tick = lambda self: 1 / 0\n"
+    process = subprocess.run(
+        [
+            *(sys.executable, "-c", fail + MAIN, "up", "--json", "--bind", "127.0.0.1:0"),
+            *("--state", str(world.state), "--logdir", str(world.logs)),
+        ],
+        env=world.environ,
+        capture_output=True,
+        timeout=WAIT_S,
+        check=False,
+        text=True,
+    )
+    assert process.returncode == 1
+    assert "a part of the cluster failed (ZeroDivisionError)" in process.stderr
+    assert world.processes() == []
+
+
 def test_killed_and_never_up_again(world):
     """Its agent notices when the lease is over, ends the job, and goes."""
     up = world.up("--lease", "2s")
@@ -142,7 +217,7 @@ def test_an_agent_that_is_killed_is_started_again_and_its_job_too(world):
     up = world.up("--lease", "60s")
     job = world.submit(STAY)
     rank = world.pid_in("pid-0")
-    (agent,) = [p for p in world.processes() if "agent" in p.cmdline()]
+    (agent,) = [p for p in world.processes() if "agent" in command_of(p)]
     agent.kill()
     world.until_gone(rank)
     world.pid_in("pid-1")
@@ -172,7 +247,7 @@ def test_no_secret_is_where_others_see_it(world):
     secrets = [(world.state / name).read_text() for name in ("token", "agent-token")]
     (world.folder / "go").touch()
     world.cluster.wait(1, WAIT_S)
-    public = [f"{p.cmdline()} {p.environ()}" for p in world.processes()]
+    public = [f"{command_of(p)} {environ_of(p)}" for p in world.processes()]
     public += [file.read_text() for file in world.logs.rglob("*.log")]
     public.append(up.said())
     for secret in secrets:
@@ -223,9 +298,6 @@ def test_no_agent_of_its_own(world):
 
 
 def read_code(world):
-    from manyhands.cluster.code import Code
-    from manyhands.cluster.routes import Role
-
     token = (world.state / "agent-token").read_text()
     return Code(role=Role.AGENT, host="127.0.0.1", port=world.port, token=token).pack()
 
@@ -306,7 +378,7 @@ def test_over_a_real_ssh(world, tmp_path):
         # ssh dies, the agent does not; a job that runs meanwhile is not touched.
         job = world.submit(STAY)
         rank = world.pid_in("pid-0")
-        ssh = [p for p in world.processes() if p.name() == "ssh"]
+        ssh = [p for p in world.processes() if name_of(p) == "ssh"]
         assert len(ssh) == 1
         sshd.drop()
         world.until_gone(*ssh)

@@ -30,7 +30,7 @@ from manyhands.cluster.errors import (
 from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status
 from manyhands.cluster.job import PLACED, Ending, Failure, Job, Place, Spec, State, moved, noted
 from manyhands.cluster.jobs import Changes, HostRow, Jobs
-from manyhands.cluster.messages import Hello, Status, Wants
+from manyhands.cluster.messages import Hello, Origin, Status, Wants
 from manyhands.cluster.schedule import Decisions, Entry
 from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
@@ -117,11 +117,16 @@ class Book:
         ]
 
     def lingering(self) -> tuple[Sequence[int], Sequence[str]]:
-        """Jobs that still have slots, and hosts that have not been told to leave."""
+        """Jobs that still have slots, and hosts that have not been told to leave.
+
+        A user's agent that has hung up need not be told: it is gone, or stays and dials anyway.
+        """
         hosts = [
             name
             for name, host in sorted(self._hosts.items())
-            if host.silent_since_s is None and not host.is_dismissed
+            if host.silent_since_s is None
+            and not host.is_dismissed
+            and not (host.is_broken and host.hello.origin is Origin.USER)
         ]
         return [job.id for job in self.placed], hosts
 
@@ -216,11 +221,12 @@ class Book:
         """An agent says all that it holds. Raises BadReport, NotAHost."""
         check_status(status)
         host = self.host(name, status.agent, now_s)
-        was_usable = host.is_usable
+        was_usable, ports = host.is_usable, host.ports()
         host.take(status, self._wanted(name))
         self.is_stale = self.is_stale or host.is_usable != was_usable
+        has_new_port = host.ports() != ports
         for job in self._jobs.on(name):
-            if job.places[0].host == name:  # it may have a port now, which all wait for
+            if has_new_port and job.places[0].host == name:  # it is what all of them wait for
                 self._stirred.update(place.host for place in job.places)
             self._settle(job.id, now_s)
 

@@ -21,6 +21,7 @@ import msgspec
 
 from manyhands.cluster.desk import Info, LogPlace, Submission
 from manyhands.cluster.dial import (
+    ANSWER_S,
     CoordinatorRefused,
     CoordinatorUnreachable,
     Dialler,
@@ -38,6 +39,10 @@ from manyhands.cluster.submission import checked_key
 
 POLL_S = 30.0
 """How long one request of a longer wait is held back by the coordinator."""
+OFFICE_S = 15.0
+"""How long an agent waits for an answer: one that comes after its lease is of no use to it. Pieces
+of logs may take longer, over a slow line.
+"""
 _JSON = "application/json"
 
 
@@ -239,17 +244,27 @@ class HttpOffice:
         query = urlencode({"agent": agent, "offset": offset})
         path = f"/v1/agents/{quote(host, safe='')}/logs/{job}/{attempt}/{rank}?{query}"
         try:
-            reply = self._ask("PUT", path, body=data, kind="application/octet-stream")
+            reply = self._ask(
+                "PUT", path, body=data, kind="application/octet-stream", answer_s=ANSWER_S
+            )
         except _WrongOffset as error:
             return error.have
         return _decoded(reply, LogPlace).offset
 
     def _ask(
-        self, method: str, path: str, *, body: bytes = b"", kind: str = _JSON, wait_s: float = 0.0
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        kind: str = _JSON,
+        wait_s: float = 0.0,
+        answer_s: float = OFFICE_S,
     ) -> Reply:
+        kind = kind if body else ""
         try:
             return self._dialler.ask(
-                method, path, body=body, kind=kind if body else "", wait_s=wait_s
+                method, path, body=body, kind=kind, wait_s=wait_s, answer_s=answer_s
             )
         except CoordinatorUnreachable as error:
             raise OfficeUnreachable(error.message, hint=error.hint) from None

@@ -269,6 +269,7 @@ class Coordinator:
         """The line on which this agent waited has ended: another may come for its host."""
         with self._lock:
             self._book.broke(host, agent)
+            self._news.notify_all()  # who waits for all to leave
 
     # -- changes ---------------------------------------------------------------------------------
 

@@ -91,12 +91,15 @@ class Dialler:
         body: bytes = b"",
         kind: str = "",
         wait_s: float = 0.0,
+        answer_s: float | None = None,
     ) -> Reply:
-        """One request and its answer. Raises CoordinatorUnreachable and CoordinatorRefused."""
+        """One request and its answer, for which the coordinator may hold back `wait_s` and take
+        `answer_s`. Raises CoordinatorUnreachable and CoordinatorRefused.
+        """
         headers = {"Authorization": f"Bearer {self._code.token}"}
         if kind:
             headers["Content-Type"] = kind
-        limit_s = wait_s + ANSWER_S
+        limit_s = wait_s + (ANSWER_S if answer_s is None else answer_s)
         connection, is_kept = self._connection()
         with self._named(limit_s):
             try:

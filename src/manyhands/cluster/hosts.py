@@ -104,6 +104,10 @@ class Host:
             return "expected"
         return "clearing" if self.has_debris else "here"
 
+    def ports(self) -> dict[Key, int]:
+        """Where rank 0 of each attempt is to listen, if that is here."""
+        return {key: held.port for key, held in self.held.items()}
+
     def row(self) -> HostRow:
         """What has to outlive the coordinator."""
         return HostRow(hello=self.hello, inherited=tuple(sorted(self.inherited)))
@@ -195,12 +199,19 @@ def sane(holding: Holding, job: Job, host: str) -> Holding | None:
     if failure is not None:
         if failure.rank not in ranks or not 1 <= failure.exit_code <= 255:
             return None
-        failure = msgspec.structs.replace(failure, host=host, words=failure.words[-MAX_WORDS:])
+        words = _writable(failure.words[-MAX_WORDS:])
+        failure = msgspec.structs.replace(failure, host=host, words=words)
     if any(not 0 <= end.exit_code <= 255 or not isfinite(end.at_s) for end in holding.ended):
         return None
     if not 0 <= holding.port <= 65535:
         return None
-    return msgspec.structs.replace(holding, failure=failure, lost=holding.lost[:MAX_TEXT])
+    lost = _writable(holding.lost[:MAX_TEXT])
+    return msgspec.structs.replace(holding, failure=failure, lost=lost)
+
+
+def _writable(text: str) -> str:
+    """What an agent says may contain halves of characters, which cannot be stored."""
+    return text.encode(errors="replace").decode()
 
 
 def newer(old: Holding | None, new: Holding) -> Holding:
@@ -235,8 +246,10 @@ def check_hello(hello: Hello) -> None:
     if indexes != list(range(len(indexes))) or len(indexes) > MAX_SLOTS:
         raise BadReport(f"slots have to be numbered from 0, and at most {MAX_SLOTS}")
     texts = [hello.version, *(text for slot in hello.slots for text in (slot.device, slot.name))]
-    if any(len(text) > MAX_TEXT for text in texts):
-        raise BadReport(f"a text of more than {MAX_TEXT} characters in a hello")
+    if any(len(text) > MAX_TEXT or _writable(text) != text for text in texts):
+        raise BadReport(f"a text of more than {MAX_TEXT} characters, or one that cannot be stored")
+    if not 0 <= hello.pid < 2**31:
+        raise BadReport(f"{hello.pid} cannot be the number of a process")
 
 
 def check_status(status: Status) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import torch
 
+_STARTING = threading.Lock()  # torch's number is the process's, and so is this
+
 
 def start_thread(act: Callable[[], None], name: str) -> threading.Thread:
     """Start a daemon thread in which torch uses one core; elsewhere that does not change.
 
     torch keeps the number of cores for each thread, and one for threads that are yet to come.
-    Setting it changes both, so the latter is put back from here.
+    Setting it changes both, so the latter is put back from here; by one at a time, or another
+    would find the one core and put that back.
     """
-    number = torch.get_num_threads()
     begun = threading.Event()
 
     def run() -> None:
@@ -23,7 +25,9 @@ def start_thread(act: Callable[[], None], name: str) -> threading.Thread:
         act()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    begun.wait()
-    torch.set_num_threads(number)
+    with _STARTING:
+        number = torch.get_num_threads()
+        thread.start()
+        begun.wait()
+        torch.set_num_threads(number)
     return thread

@@ -90,6 +90,7 @@ class _Hands(Generic[T]):
     def __init__(self, devices: Sequence[torch.device], act: Act[T], timeout_s: float) -> None:
         self._devices, self._act, self._timeout_s = devices, act, timeout_s
         self._where = f"local:///devices-{secrets.token_hex(8)}"
+        self._num_cores = cores_for(len(devices), torch.get_num_threads())
         self._lock = threading.Lock()
         self._made: dict[int, T] = {}
         self._errors: list[BaseException] = []  # the first one is the cause of the others
@@ -117,6 +118,8 @@ class _Hands(Generic[T]):
             # A group starts threads, and sets their number of cores: nobody computes before all
             # groups are open.
             carrier.sum(torch.zeros(1), range(world)).wait()
+            # This thread may have asked for its number first while a group had set it to one.
+            torch.set_num_threads(self._num_cores)
             return self._acted(rank, carrier)
         finally:
             group.shutdown()
