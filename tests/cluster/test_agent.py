@@ -282,7 +282,24 @@ def test_a_long_log_travels_in_chunks_and_whole(host) -> None:
     assert max(host.office.chunks) <= CHUNK_BYTES
 
 
-def test_the_end_does_not_wait_for_the_log_and_forgetting_does(host) -> None:
+def test_the_log_is_there_when_the_end_is_told(host) -> None:
+    """Who follows a log takes the end of the attempt for the log's."""
+    office, there = host.office, []
+    usual = office.status
+
+    def status(name, said) -> None:
+        if any(holding.phase is Phase.ENDED for holding in said.holdings):
+            there.append(bytes(office.logs.get((1, 0, 0), b"")))
+        usual(name, said)
+
+    office.status = status
+    host.start()
+    office.want(want(SUCCEEDS))
+    office.wait_phase(Phase.ENDED)
+    assert there[0] == b"done\n"
+
+
+def test_the_end_does_not_wait_for_ever_for_the_log_and_forgetting_does(host) -> None:
     host.office.cut("send_log")
     host.start()
     host.office.want(want(SUCCEEDS))

@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 
 FAREWELL_S = 10.0
 """For the last Status and the logs to arrive, once an agent that leaves has no process."""
+LOGS_S = 5.0
+"""For the rest of an attempt's logs to be sent before its end is told, as long as they can be."""
 FIRST_WELCOME_S = 60.0
 """For an agent that `up` started: by then `up` has answered, or is dead."""
 
@@ -197,6 +199,7 @@ class Agent:
 
     def _next_s(self, first_s: float) -> float | None:
         times = [attempt.overdue_s for attempt in self._attempts.values()]
+        times += [a.log_until_s for a in self._attempts.values() if self._owes_log(a)]
         times += [self._lease.until_s if self._lease.holds else None]
         times += [first_s if not self._cluster and self._origin is Origin.UP else None]
         times += [self._leaving.until_s if self._leaving is not None else None]
@@ -296,7 +299,11 @@ class Agent:
         if attempt.orphaned:
             log.warning("%s: its keeper was killed", attempt.key)
         else:
-            self._uploads.end(attempt.key)
+            self._end_logs(attempt)
+
+    def _end_logs(self, attempt: Attempt) -> None:
+        attempt.log_until_s = self._lease.now_s() + LOGS_S
+        self._uploads.end(attempt.key)
 
     def _bury_orphans(self) -> None:
         """What killed keepers left: children of nobody's in this process. Kill it, wait for it."""
@@ -310,7 +317,7 @@ class Agent:
                 return  # SIGCHLD will come
         for attempt in orphaned:
             attempt.bury()
-            self._uploads.end(attempt.key)
+            self._end_logs(attempt)
 
     def _strays(self) -> list[int]:
         kept = {attempt.keeper_pid for attempt in self._attempts.values()}
@@ -334,11 +341,19 @@ class Agent:
 
     def _status(self) -> Status:
         holdings = [
-            attempt.holding()
+            msgspec.structs.replace(attempt.holding(), phase=Phase.RUNNING)
+            if self._owes_log(attempt)
+            else attempt.holding()
             for key, attempt in self._attempts.items()
             if key.cluster == self._cluster
         ]
         return Status(agent=self._hello.agent, holdings=tuple(holdings))
+
+    def _owes_log(self, attempt: Attempt) -> bool:
+        """Whether its end is not to be told yet: who follows a log takes the end for its end."""
+        if self._leaving is not None or attempt.log_until_s is None or attempt.held.log_settled:
+            return False
+        return attempt.phase is Phase.ENDED and self._lease.now_s() < attempt.log_until_s
 
     # What is done
 

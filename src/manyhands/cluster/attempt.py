@@ -39,6 +39,8 @@ class Attempt:
         self.overdue_s: float | None = None
         """When a keeper that was told to end is to be gone."""
         self.log_settled = False
+        self.log_until_s: float | None = None
+        """Its end waits so long for its logs to be sent."""
         self.logs: dict[int, Path] = {}
         self._own_will = ""
         self._lost = ""
