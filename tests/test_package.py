@@ -26,6 +26,7 @@ MAY_LOAD_TORCH = (
     *(f"manyhands.compat.bossman.{name}" for name in ("boss", "cost", "crew", "layers")),
     "manyhands.compat.bossman.variables",
     "manyhands.compat.fluxdistributed.",
+    *(f"manyhands.compat.deeppool.{name}" for name in ("models", "tables", "training")),
     *(
         f"manyhands.compat.deepbooster.{name}"
         for name in ("dataset", "learner", "trainer", "training")
