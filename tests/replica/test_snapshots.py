@@ -79,3 +79,17 @@ def test_of_two_answers_the_first_to_be_whole_counts():
     assert [head.applied for head in engine.arrived] == [5]
     tree = newcomer.take(engine.arrived[0]).tree
     assert torch.equal(torch.stack(tree["weights"]), torch.full((3, 4), 1.0))
+
+
+def test_tensors_of_any_size_go_in_messages_that_a_link_takes():
+    """What says which piece it is counts, too."""
+    most, state = 1 << 16, {"weights": torch.arange(3 * (1 << 14) + 5, dtype=torch.int32)}
+    donor, sending = new_snapshots()
+    head = Snapshot(0, 7, b"chain", Record(b"", NO_VIEW, NO_VIEW, ()), 0, 1)
+    donor.give(head, NEWCOMER)
+    donor.serve(7, flatten(state), Openings(), b"", most)
+    sizes = [sum(map(len, buffers)) for _, buffers in sending.sent]
+    assert max(sizes) <= most
+    newcomer, engine = new_snapshots()
+    deliver(newcomer, DONORS[0], sending.sent)
+    assert torch.equal(newcomer.take(engine.arrived[0]).tree["weights"], state["weights"])

@@ -229,7 +229,8 @@ def _guess(calendar: Calendar) -> Callable[[Request], Request]:
     def guess(request: Request) -> Request:
         moved = tuple(p + calendar.batch for p in request.positions)
         last = calendar.rounds_per_epoch * calendar.batch
-        if moved[-1] < min(calendar.size, last):
+        # The greatest need not be the last: what is evaluated is shared out regardless of batches.
+        if max(moved) < min(calendar.size, last):
             return Request(request.epoch, moved)
         return Request(request.epoch + 1, tuple(p % calendar.batch for p in request.positions))
 

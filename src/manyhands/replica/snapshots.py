@@ -45,6 +45,7 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _ENCODE = msgspec.json.Encoder().encode
 _PIECE = msgspec.json.Decoder(Piece)
 _CONTENTS = msgspec.json.Decoder(Contents)
+_WORD_BYTES = len(_ENCODE(Piece(_PIECES - 1, _PIECES)))  # at most: it travels beside each piece
 
 
 class _Key(NamedTuple):
@@ -148,9 +149,10 @@ class Snapshots:
         specs = tuple(spec_of(tensor) for tensor in state.tensors)
         contents = _ENCODE(Contents(self._description, openings.starts, kind, state.shape, specs))
         chunks = [memoryview(contents)]
+        most = part_bytes - _WORD_BYTES
         for tensor in state.tensors:
             data = bytes_of(tensor)
-            chunks += [data[at : at + part_bytes] for at in range(0, len(data), part_bytes)]
+            chunks += [data[at : at + most] for at in range(0, len(data), most)]
         for head, to in due:
             if head.applied < applied:
                 continue  # its round went by
