@@ -112,7 +112,7 @@ def test_with_the_scalars_of_a_round():
 def test_scalars_go_before_news():
     scalars = Scalars()
     for number in range(64):
-        scalars.give_word(f"{number:02}" + "é" * 62, 1.0)
+        scalars.give_word(f"{number:02}" + "é" * 31, 1.0)
     for _ in range(4):
         scalars.news.tell("é" * 16, "é" * 120)
     for number in range(64):
