@@ -111,13 +111,14 @@ def test_with_the_scalars_of_a_round():
 
 def test_scalars_go_before_news():
     scalars = Scalars()
+    scalars.begin_pass(0)
     for number in range(64):
-        scalars.give_word(f"{number:02}" + "é" * 31, 1.0)
+        name = f"{number:02}" + "é" * 31
+        scalars.give_word(name, 0.1)
+        scalars.say_after(name, 0.1, 0.3, closed=True)
+        scalars.say_after(name, 0.1, 0.3, closed=False)
     for _ in range(4):
         scalars.news.tell("é" * 16, "é" * 120)
-    for number in range(64):
-        scalars.say_after(f"{number:02}" + "é" * 40, 1.0, 1.0, closed=True)
-    scalars.begin_pass(0)
     report = scalars.report(0, SelfReport(0))
     assert len(report.scalars) <= NOTES_BYTES
     scalars.committed(0, scalars.note([Part(0, NO_TAG, 0, UNITS, report=report)]), 0)
