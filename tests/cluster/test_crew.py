@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -193,3 +196,60 @@ def test_delays_double_up_to_a_minute():
     first = list(itertools.islice(delays(), 10))
     assert first[:3] == [FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S]
     assert first[-1] == LAST_DELAY_S
+
+
+# -- one that an `up` before this one started ---------------------------------------------------
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """A process that works in the folder of an agent, and no child of this one's crew."""
+    code = (
+        "import sys, time, pathlib\n"
+        "from manyhands.cluster.ledger import Ledger\n"
+        "with Ledger(pathlib.Path(sys.argv[1])):\n"
+        "    print('here', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    state = tmp_path / "agent"
+    with subprocess.Popen([sys.executable, "-c", code, state], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"here\n"
+        yield state, process
+        process.kill()
+
+
+def test_an_agent_of_an_earlier_up_is_minded_as_one_of_ours(stage, earlier):
+    state, process = earlier
+    starter, errand = stage.errand("a", "echo $$; exit 75")
+    crew = Crew(
+        [(starter, dataclasses.replace(errand, state=state))],
+        is_heard=lambda host: False,
+        say=stage.say,
+    )
+    with crew:
+        until(lambda: crew.pid("a") == process.pid)
+        assert len(stage.lives("a", 1)) == 1
+        assert crew.end(hurry=threading.Event(), leave_s=0, ask_s=WAIT_S) == []
+        assert process.wait(WAIT_S) == -signal.SIGTERM
+    assert stage.said == []
+
+
+def test_after_an_agent_of_an_earlier_up_comes_one_of_ours(stage, earlier):
+    state, process = earlier
+    starter, errand = stage.errand("a", "echo $$; exit 75")
+    crew = Crew(
+        [(starter, dataclasses.replace(errand, state=state))],
+        is_heard=lambda host: False,
+        say=stage.say,
+    )
+    with crew:
+        until(lambda: crew.pid("a") == process.pid)
+        process.kill()
+        stage.lives("a", 2)
+
+
+def until(question):
+    deadline = time.monotonic() + WAIT_S
+    while not question():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from manyhands.cluster.starters import HELD, Errand, Started, Starter, why
+from manyhands.cluster.starters import HELD, Errand, Minded, Starter, why
 from manyhands.core.errors import ManyhandsError
 
 FIRST_DELAY_S = 0.5
@@ -72,7 +72,7 @@ class Crew:
         self._is_heard, self._say = is_heard, say
         self._changed = threading.Condition()
         self._leaving = False
-        self._running: dict[str, Started] = {}
+        self._running: dict[str, Minded] = {}
         self._troubles: dict[str, Trouble] = {}
         self._threads = [
             threading.Thread(target=self._mind, args=pair, name=f"agent {pair[1].name}")
@@ -160,7 +160,7 @@ class Crew:
         for thread in self._threads:
             thread.join()
 
-    def _left(self) -> dict[str, Started]:
+    def _left(self) -> dict[str, Minded]:
         with self._changed:
             return dict(self._running)
 
@@ -203,6 +203,8 @@ class Crew:
             self._troubles.pop(errand.name, None)
         code = started.wait()
         assert code is not None
+        if code == HELD:
+            self._mind_another(starter, errand)
         with self._changed:
             del self._running[errand.name]
             self._changed.notify_all()
@@ -214,6 +216,15 @@ class Crew:
                 what, remedy = why(errand, code, words)
                 self._note(Trouble(host=errand.name, what=what, remedy=remedy, words=words))
             return is_in_doubt
+
+    def _mind_another(self, starter: Starter, errand: Errand) -> None:
+        """One of an `up` before this one is at work: it is minded as if it were ours."""
+        adopted = starter.adopt(errand)
+        if adopted is None:
+            return
+        with self._changed:
+            self._running[errand.name] = adopted
+        adopted.wait()
 
     def _note(self, trouble: Trouble) -> None:
         self._troubles[trouble.host] = trouble

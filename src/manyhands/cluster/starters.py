@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
+from manyhands.cluster.ledger import holder_of
 from manyhands.core.errors import ManyhandsError, SettingsError
 
 HELD = 75
@@ -53,6 +56,41 @@ class Errand:
     """The join code: a secret."""
     log: Path
     """Where what it says is appended."""
+    state: Path | None = None
+    """The folder that it works in, where it is one of this machine."""
+
+
+class Minded(Protocol):
+    """A process on this machine that is an agent, or leads to one."""
+
+    @property
+    def pid(self) -> int:
+        """Its id here."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Blocks until it ends; its exit code as subprocess has it. None if it did not in time."""
+        ...
+
+    def leaves_doubt(self, code: int) -> bool:
+        """Whether an agent may be at work for its host though this has ended with `code`."""
+        ...
+
+    def ask(self) -> None:
+        """SIGTERM: it ends its jobs, each with its grace, and goes."""
+        ...
+
+    def hurry(self) -> None:
+        """It ends its jobs at once, and goes."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL: what it ran on this machine notices, and ends at once."""
+        ...
+
+    def last_words(self) -> tuple[str, ...]:
+        """The last lines that it wrote, since it was started."""
+        ...
 
 
 class Starter(Protocol):
@@ -62,9 +100,13 @@ class Starter(Protocol):
         """Does not wait for it to do anything. Raises ManyhandsError: it cannot even be begun."""
         ...
 
+    def adopt(self, errand: Errand) -> Minded | None:
+        """The agent that works in its folder already, if it can be minded from here."""
+        ...
+
 
 class Started:
-    """The process on this machine that is an agent, or leads to one."""
+    """A child: Minded."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], log: Path, begins: int, *, is_far: bool
@@ -117,6 +159,51 @@ class Started:
         return tuple([line for line in lines if line.strip()][-_TAIL_LINES:])
 
 
+class Adopted:
+    """An agent of this machine that an `up` before this one started: Minded.
+
+    It is no child, so its exit code is not known: it ended, and that is all.
+    """
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self.pid, self._fd = pid, fd
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """0 when it has ended. By one thread."""
+        if not self._ended:
+            if not select.select([self._fd], [], [], timeout_s)[0]:
+                return None
+            with self._lock:
+                self._ended = True
+                os.close(self._fd)
+        return 0
+
+    def leaves_doubt(self, code: int) -> bool:
+        """It is gone, and whoever comes next is ours."""
+        return False
+
+    def ask(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def hurry(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self._send(number)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def last_words(self) -> tuple[str, ...]:
+        """Its log began before this `up`: none."""
+        return ()
+
+    def _send(self, number: int) -> None:
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if not self._ended:
+                signal.pidfd_send_signal(self._fd, number)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalStarter:
     """Agents on this machine. They are no children of a terminal: Ctrl-C reaches `up` alone."""
@@ -127,6 +214,22 @@ class LocalStarter:
     def start(self, errand: Errand) -> Started:
         command = [*(self.command or python_command(sys.executable)), "agent", "-"]
         return _start([*command, *errand.arguments], errand, is_far=False)
+
+    def adopt(self, errand: Errand) -> Adopted | None:
+        if errand.state is None or not hasattr(os, "pidfd_open"):
+            return None
+        pid = holder_of(errand.state)
+        if pid is None:
+            return None
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        # It may have gone, and its id to another, before there was a descriptor of it.
+        if holder_of(errand.state) != pid:
+            os.close(fd)
+            return None
+        return Adopted(pid, fd)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +246,9 @@ class SshStarter:
         # The first of two values counts for ssh: what the user says comes before ours.
         options = _SSH_OPTIONS if Path(self.ssh[0]).name == SSH else ()
         return _start([*self.ssh, *options, errand.address, remote], errand, is_far=True)
+
+    def adopt(self, errand: Errand) -> None:
+        """It is not on this machine: the coordinator alone can tell it to leave."""
 
 
 def python_command(python: str) -> tuple[str, ...]:

@@ -202,10 +202,12 @@ class Up:
         if settings.user is not None:
             given += ["--user", settings.user]
         starter: Starter
+        state = None
         if host.is_here:
             starter, code = LocalStarter(), self._code(self.hub.near.host, self.server.port)
             if settings.user is None:  # to whom this folder would be closed
-                given += ["--state", str(settings.state / "agents" / host.name)]
+                state = settings.state / "agents" / host.name
+            given += ["--state", str(state)]
             # Ranks of other machines come to this one by the address that their agents use.
             given += ["--address", host.address if settings.is_local else self.hub.address.host]
         else:
@@ -213,7 +215,12 @@ class Up:
             starter, code = SshStarter(ssh=settings.ssh, command=command), self.join_code
         log = settings.logdir / "agents" / f"{host.name}.log"
         return starter, Errand(
-            name=host.name, address=host.address, arguments=tuple(given), code=code, log=log
+            name=host.name,
+            address=host.address,
+            arguments=tuple(given),
+            code=code,
+            log=log,
+            state=state,
         )
 
     # -- its life -------------------------------------------------------------------------------
