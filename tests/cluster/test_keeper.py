@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
 import json
 import os
 import pwd
+import select
 import signal
 import subprocess
 import sys
+import termios
 from typing import TYPE_CHECKING, Self
 
 import psutil
 import pytest
 
 from manyhands.cluster import keeper
+from manyhands.cluster.attempt import Attempt
 from manyhands.cluster.keeper import CANNOT_RUN, NOT_FOUND, Alarm, Order, clock_s
+from manyhands.cluster.ledger import Key
 from manyhands.testing.processes import is_gone
 from tests.cluster.hosts import gone
 from tests.cluster.programs import (
@@ -41,7 +46,9 @@ FAR_S = 100_000.0
 class Kept:
     """A keeper, its pipes, and what it says."""
 
-    def __init__(self, folder: Path, *commands: tuple[str, ...], **changes: object) -> None:
+    def __init__(
+        self, folder: Path, *commands: tuple[str, ...], errors: int | None = None, **changes: object
+    ) -> None:
         self.folder = folder
         ranks = [
             keeper.Rank(
@@ -71,6 +78,7 @@ class Kept:
             [sys.executable, "-I", "-S", keeper.__file__, str(folder), str(lock)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=errors,
             pass_fds=(lock,),
             start_new_session=True,
         )
@@ -79,6 +87,13 @@ class Kept:
     def tell(self, line: str) -> None:
         self.process.stdin.write(line.encode() + b"\n")
         self.process.stdin.flush()
+
+    def wait_read(self) -> None:
+        """Until it has read what it was told."""
+        left = array.array("i", [1])
+        while left[0]:
+            os.sched_yield()
+            fcntl.ioctl(self.process.stdin.fileno(), termios.FIONREAD, left)
 
     def next_record(self) -> dict:
         return json.loads(self.process.stdout.readline())
@@ -118,6 +133,14 @@ class Kept:
 def kept(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
     with contextlib.ExitStack() as stack:
         yield lambda *args, **kwargs: stack.enter_context(Kept(tmp_path, *args, **kwargs))
+
+
+def wait_until(time_s: float) -> None:
+    """By the keeper's clock."""
+    with contextlib.closing(Alarm()) as alarm:
+        alarm.set(time_s)
+        os.set_blocking(alarm.fd, True)
+        os.read(alarm.fd, 8)
 
 
 def codes(record: dict) -> dict[int, int]:
@@ -238,24 +261,42 @@ def test_the_end_of_the_agent_ends_everything_at_once(kept, program) -> None:
 
 def test_the_end_of_the_lease_ends_everything_at_once(kept) -> None:
     """Without a word of the agent, which may be stopped itself."""
-    with kept(STUBBORN, lease_until_s=clock_s() + 0.5) as running:
+    with kept(STUBBORN, lease_until_s=clock_s() + 5.0) as running:  # enough for its start
         record = running.last_record()
     assert record["cause"] == "lease"
     assert codes(record) == {0: 128 + signal.SIGKILL}
 
 
-def test_a_lease_can_be_made_longer_but_not_after_its_end(kept) -> None:
+def test_a_lease_can_be_made_shorter(kept) -> None:
+    """As by a coordinator that was started anew with a shorter one: it counts by that."""
+    with kept(STUBBORN) as running:
+        running.pids()
+        running.tell(f"lease {clock_s() + 0.1}")
+        assert running.last_record()["cause"] == "lease"
+
+
+def test_a_lease_can_be_made_longer(kept) -> None:
     soon_s = clock_s() + 5.0  # long enough for a keeper to start
     with kept(POLITE, lease_until_s=soon_s) as running:
         running.tell(f"lease {clock_s() + FAR_S}")
         running.pids()
-        alarm = Alarm()
-        with contextlib.closing(alarm), contextlib.suppress(BlockingIOError):
-            alarm.set(soon_s)
-            os.set_blocking(alarm.fd, True)
-            os.read(alarm.fd, 8)
+        wait_until(soon_s)
         running.tell(f"stop {FAR_S}")
         assert running.last_record()["cause"] == "stop"
+
+
+def test_a_lease_is_not_made_longer_after_its_end(kept) -> None:
+    """As when everything slept: what the agent says first may be from before."""
+    with kept(STUBBORN) as running:
+        running.pids()
+        soon_s = clock_s() + 1.0
+        running.tell(f"lease {soon_s}")
+        running.wait_read()
+        psutil.Process(running.process.pid).suspend()
+        wait_until(soon_s)
+        running.tell(f"lease {clock_s() + FAR_S}")
+        psutil.Process(running.process.pid).resume()
+        assert running.last_record()["cause"] == "lease"
 
 
 def test_nothing_is_started_after_the_lease(kept, tmp_path) -> None:
@@ -300,6 +341,69 @@ def test_signals_for_a_whole_service_are_the_agents_to_answer(kept) -> None:
         assert running.last_record()["cause"] == "stop"
 
 
+@pytest.mark.parametrize("program", [STAYS, POLITE])
+def test_ranks_that_are_signalled_with_the_whole_service_have_not_failed(kept, program) -> None:
+    """Nor have they done what they had to: only somebody else can tell what is to become of it."""
+    with kept(program, POLITE) as running:
+        (rank,), _ = running.pids(0), running.pids(1)
+        for pid in (running.process.pid, rank.pid):
+            os.kill(pid, signal.SIGTERM)
+        record = running.last_record()  # the other is asked too
+    assert (record["failed"], record["cause"]) == (None, "signal")
+    assert codes(record) == {0: 143 if program is STAYS else 0, 1: 0}
+
+
+@pytest.mark.parametrize("way", ["agent", "stop", "lease"])
+def test_what_comes_after_the_last_rank_does_not_change_how_it_ended(kept, way) -> None:
+    with kept(LEAVES_DAEMON) as running:  # it lives on, and has LINGER_S
+        while not running.next_record()["ends"]:
+            pass
+        if way == "agent":
+            running.process.stdin.close()
+        else:
+            running.tell("kill" if way == "stop" else f"lease {clock_s() - 1}")
+        record = running.last_record()
+    assert (record["cause"], record["done"], codes(record)) == ("", True, {0: 0})
+
+
+def test_a_keeper_whose_ranks_take_long_to_die_waits_for_them(tmp_path) -> None:
+    """And does not turn round and round: nothing is due any more."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    order = Order(
+        command=["/bin/cat", str(fifo)],
+        workdir=str(tmp_path),
+        ranks=[keeper.Rank(rank=0, environment={}, cores=[], log=str(tmp_path / "rank-0.log"))],
+        grace_s=FAR_S,
+        lease_until_s=clock_s() + FAR_S,
+        user=None,
+    )
+    code = (
+        "import json, os, sys\n"
+        "from manyhands.cluster import keeper\n"
+        "kept = keeper.Keeper(sys.argv[1], json.loads(sys.argv[2]))\n"
+        "keeper.signal_each = keeper.signal_group = lambda *_: None  # they cannot die yet\n"
+        "turns, true_set = [], kept._alarm.set\n"
+        "def set(at_s):\n"
+        "    if turns and (at_s is None or len(turns) > 50): os.close(os.open(sys.argv[3], 1))\n"
+        "    if not turns: kept._lease_s = at_s = keeper.clock_s()\n"
+        "    turns.append(at_s)\n"
+        "    return true_set(at_s)\n"
+        "kept._alarm.set = set\n"
+        "kept.run()\n"
+        "print(turns.count(None) == len(turns) - 1, len(turns) < 10, file=sys.stderr)\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), json.dumps(order), str(fifo)],
+        stdin=(pipe := os.pipe())[0],
+        capture_output=True,
+        check=True,
+    )
+    for fd in pipe:
+        os.close(fd)
+    assert said.stderr == b"True True\n"
+
+
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [
@@ -339,6 +443,40 @@ def test_a_record_that_cannot_be_written_is_told_by_the_pipe(kept, tmp_path) -> 
     record = json.loads(lines[-1])
     assert record["done"]
     assert record["failed"]["exit_code"] == 7
+
+
+def test_a_disk_that_is_full_costs_neither_the_keeper_nor_the_end(kept, tmp_path) -> None:
+    """Its own log is on that disk as well."""
+    (tmp_path / f"{keeper.RECORD}.draft").mkdir()
+    full = os.open("/dev/full", os.O_WRONLY)
+    with kept(SUCCEEDS, errors=full) as running:
+        os.close(full)
+        lines = running.process.stdout.read().splitlines()
+        assert running.process.wait() == 0
+    record = json.loads(lines[-1])
+    assert (record["done"], codes(record)) == (True, {0: 0})
+
+
+def test_a_long_record_is_told_in_parts(kept, tmp_path) -> None:
+    """Too long to be written to the pipe at once, and there is no room for a file."""
+    (tmp_path / f"{keeper.RECORD}.draft").mkdir()
+    count = 150
+    ranks = [
+        keeper.Rank(rank=number, environment={}, cores=[], log=str(tmp_path / "log"))
+        for number in range(count)
+    ]
+    full = os.open("/dev/full", os.O_WRONLY)
+    with kept(("/bin/true",), errors=full, ranks=ranks) as running:
+        os.close(full)
+        lines = running.process.stdout.read().splitlines()
+    assert max(map(len, lines)) < select.PIPE_BUF
+    attempt = Attempt(Key("c", 1, 0), "h", tmp_path)
+    for line in lines:
+        attempt.note(line)
+    held = attempt.holding()
+    assert sorted(end.rank for end in held.ended) == list(range(count))
+    assert json.loads(lines[-1])["done"]
+    assert sum(json.loads(line)["done"] for line in lines) == 1
 
 
 def test_an_agent_that_does_not_read_keeps_nobody_waiting(kept, tmp_path) -> None:

@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 
+import msgspec
+
 from manyhands.cluster import keeper
 from manyhands.cluster.comparison import Held
 from manyhands.cluster.job import Failure
-from manyhands.cluster.ledger import Key, Record, read_record
+from manyhands.cluster.ledger import Key, Record, decoded_record, read_record
 from manyhands.cluster.messages import Holding, Phase, RankEnd, Want
 from manyhands.cluster.words import words_of
 
@@ -23,6 +25,7 @@ KEEPER_PATIENCE_S = 10.0
 AGENT_STOPPED = "the agent was stopped"
 AGENT_KILLED = "the agent was killed"
 KEEPER_KILLED = "the keeper was killed"
+SIGNALLED = "its processes were asked to end, by somebody on this host"
 LEASE_ENDED = "the lease ended: the coordinator did not answer"
 _SCRIPT = os.path.abspath(keeper.__file__)
 
@@ -133,7 +136,7 @@ class Attempt:
             self.overdue_s = min(self.overdue_s or overdue_s, overdue_s)
 
     def renew(self, until_s: float) -> None:
-        """The lease is longer now."""
+        """The lease is another now."""
         if self.phase is Phase.RUNNING:
             self._tell(f"lease {until_s!r}")
 
@@ -148,7 +151,12 @@ class Attempt:
                 return True
             *lines, self._read = (self._read + data).split(b"\n")
             for line in lines:
-                self._note(read_record(line or self._record_file()))
+                self.note(line)
+
+    def note(self, line: bytes) -> None:
+        """One line of the keeper's: a record, or a part of one (see `keeper`)."""
+        if (record := decoded_record(line)) is not None:
+            self._note(record)
 
     def settle(self) -> None:
         """The keeper is gone: take its word, or the lack of it."""
@@ -163,14 +171,17 @@ class Attempt:
             self._end(self._reason())
         else:
             self.orphaned = True
-            for group in self._record.groups if sys.platform != "linux" else ():
+            groups = on_disk.groups or self._record.groups  # parts of a record have none
+            for group in groups if sys.platform != "linux" else ():
                 keeper.signal_group(group, signal.SIGKILL)
 
     def bury(self) -> None:
         """What a killed keeper left is gone too."""
         assert self.orphaned
         self.orphaned = False
-        self._end(self._reason() or KEEPER_KILLED)
+        # One that broke by itself has said why in its log, which goes with the folder.
+        said = words_of(self.folder / "keeper.log").splitlines()[-1:]
+        self._end(self._reason() or ": ".join([KEEPER_KILLED, *said]))
 
     def kill_keeper(self) -> None:
         """It did not do as it was told: what it kept comes to the agent."""
@@ -220,12 +231,16 @@ class Attempt:
             "lease": LEASE_ENDED,
             "agent": AGENT_KILLED,
             "error": self._record.error,
+            "signal": self._own_will or SIGNALLED,
             "stop": self._own_will,
         }
         return reasons.get(self._record.cause, "")
 
     def _note(self, record: Record) -> None:
-        self._record = record
+        """What is known already stays: a record may be a part, or one from before."""
+        known = {end.rank for end in self._record.ends}
+        new = tuple(end for end in record.ends if end.rank not in known)
+        self._record = msgspec.structs.replace(record, ends=self._record.ends + new)
         if record.failed is not None and self._words is None:
             self._words = words_of(self.folder / f"rank-{record.failed.rank}.log")
 

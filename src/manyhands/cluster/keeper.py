@@ -5,13 +5,15 @@
 FOLDER/order.json says what to run (`Order`; it is removed once read); stdin is a pipe from the
 agent, a line a command:
 
-    lease UNTIL    the agent's lease: everything is killed at this time of CLOCK_BOOTTIME
+    lease UNTIL    the agent's lease: everything is killed at this time of CLOCK_BOOTTIME. The last
+                   one counts: a coordinator may grant less than it did
     stop GRACE_S   ask the ranks to leave (SIGTERM), and make them after that many seconds
     kill           make them now
 
 Its end means that the agent is dead, and so everything is killed. What became of the ranks
 (`Record`) goes to FOLDER/record.json, and as lines to stdout: a disk that is full loses the first,
-an agent that does not read the second. The lock is held by LOCK_FD as long as the keeper lives.
+an agent that does not read the second. A record that is too long for a line goes in several, each
+with some of the ends. The lock is held by LOCK_FD as long as the keeper lives.
 
 The lease is kept here, and not by the agent alone, because an agent that is stopped (SIGSTOP, a
 debugger) can end nothing, while its ranks would go on. CLOCK_BOOTTIME counts while a laptop
@@ -34,17 +36,20 @@ import ctypes
 import errno
 import json
 import os
+import select
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypedDict, cast
 
 LINGER_S = 5.0
 """For what an attempt leaves behind after its last rank, between SIGTERM and SIGKILL."""
 ORDER, RECORD = "order.json", "record.json"
 CANNOT_RUN, NOT_FOUND = 126, 127  # as shells say it
+_ENDS_A_LINE = 4  # of a record in parts: few enough for the shortest pipe (macOS: 512 bytes)
+_ERROR_CHARACTERS = 200
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _CLOCK_BOOTTIME = 7
@@ -98,7 +103,8 @@ class Record(TypedDict):
     failed: End | None
     """The first that failed by itself."""
     cause: str
-    """Why they were made to end: "failure", "stop", "lease", "agent" (it died), "error"."""
+    """Why they were made to end: "failure", "stop", "lease", "agent" (it died), "error", "signal"
+    (they were asked by others, and we with them). Empty if all had ended before."""
     error: str
     """Why they could not be started."""
     done: bool
@@ -204,6 +210,7 @@ class Keeper:
         self._groups: list[int] = []  # of all that ever ran
         self._record = Record(groups=[], ends=[], failed=None, cause="", error="", done=False)
         self._killing = self._lingering = False
+        self._told = 0  # ends that the agent can read by now
         self._typed = b""
         self._alarm = Alarm()
         self._selector = selectors.DefaultSelector()
@@ -230,9 +237,7 @@ class Keeper:
             self._start()
         self._publish()
         while self._reap():
-            self._selector.select(
-                self._alarm.set(min(self._lease_s, self._kill_s or self._lease_s))
-            )
+            self._selector.select(self._alarm.set(self._next_s()))
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
             self._keep_lease()  # first: what comes after the lease does not renew it
@@ -250,14 +255,15 @@ class Keeper:
             try:
                 pid = _spawn(self._order, rank)
             except OSError as error:  # no room for a log or a process: not the command's fault
-                self._record["error"] = f"cannot start rank {rank['rank']}: {error}"
+                why = f"cannot start rank {rank['rank']}: {error}"
+                self._record["error"] = why[:_ERROR_CHARACTERS]
                 self._end("error", 0)
                 return
             self._ranks[pid] = rank["rank"]
             self._groups.append(pid)
 
     def _next_s(self) -> float | None:
-        if self._killing:
+        if self._killing:  # who is still there has to die first, however long that takes
             return None
         return min(self._lease_s, self._lease_s if self._kill_s is None else self._kill_s)
 
@@ -281,7 +287,7 @@ class Keeper:
 
     def _obey_line(self, words: list[str]) -> None:
         if words[0] == "lease":
-            self._lease_s = max(self._lease_s, float(words[1]))
+            self._lease_s = float(words[1])
         elif words[0] == "stop":
             self._end("stop", float(words[1]))
         else:
@@ -291,7 +297,8 @@ class Keeper:
         """Ask the ranks to leave; not their own children, whom they may need for it (the workers
         of a data loader, for a last checkpoint). Those follow once their rank is gone.
         """
-        self._record["cause"] = self._record["cause"] or cause
+        if self._ranks or not self._groups:  # else they had ended by themselves: so it stays
+            self._record["cause"] = self._record["cause"] or cause
         if grace_s <= 0:
             self._kill()
             return
@@ -337,22 +344,50 @@ class Keeper:
     def _note_end(self, rank: int, code: int) -> None:
         end = End(rank=rank, exit_code=code, at_s=time.time())
         self._record["ends"].append(end)
-        if code and not self._record["cause"]:
+        if self._record["cause"]:
+            return
+        if not signal.sigpending().isdisjoint(_ASKS):
+            # Somebody asks this whole service to end, and the ranks were faster than the agent.
+            # Whatever they left with is their answer to that.
+            self._record["cause"] = "signal"
+        elif code:
             self._record["failed"] = end
-            self._end("failure", self._order["grace_s"])
+            self._record["cause"] = "failure"
+        else:
+            return
+        self._end(self._record["cause"], self._order["grace_s"])
 
     def _publish(self) -> None:
-        """To the disk first: what the agent has read is there, if it can be."""
+        """To the disk first: what the agent has read is there, if it can be.
+
+        It is not synced: after a power cut, nothing runs, and an attempt without a record is lost.
+        A disk that hangs would keep this process from keeping the lease.
+        """
         self._record["groups"] = list(self._ranks)
         text = json.dumps(self._record).encode()
         try:
-            write_atomically(os.path.join(self._folder, RECORD), text)
+            write_atomically(os.path.join(self._folder, RECORD), text, sync=False)
         except OSError as error:
-            sys.stderr.write(f"cannot write {RECORD}: {error}\n")
-        # A short line is written whole or not at all; an empty one says: read the file.
-        line = text + b"\n" if len(text) < 4096 else b"\n"
+            with contextlib.suppress(OSError):  # our own log is on the same disk
+                os.write(2, f"cannot write {RECORD}: {error}\n".encode())
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(1, line)
+            for line, told in self._lines(text):
+                os.write(1, line)
+                self._told = told
+
+    def _lines(self, text: bytes) -> Iterator[tuple[bytes, int]]:
+        """The record for the pipe, and how many ends are told with each line. A line that is no
+        longer than PIPE_BUF is written whole or not at all.
+        """
+        ends = self._record["ends"]
+        if len(text) < select.PIPE_BUF:
+            yield text + b"\n", len(ends)
+            return
+        for start in range(self._told, max(len(ends), self._told + 1), _ENDS_A_LINE):
+            stop = min(start + _ENDS_A_LINE, len(ends))
+            done = self._record["done"] and stop == len(ends)
+            part: Record = {**self._record, "groups": [], "ends": ends[start:stop], "done": done}
+            yield json.dumps(part).encode() + b"\n", stop
 
 
 def _ended_child() -> tuple[int, int] | None:
@@ -367,15 +402,17 @@ def _ended_child() -> tuple[int, int] | None:
     return info.si_pid, info.si_status + (0 if info.si_code == os.CLD_EXITED else 128)
 
 
-def write_atomically(path: str, data: bytes) -> None:
-    """The file is there whole or not at all, also after a power cut."""
+def write_atomically(path: str, data: bytes, *, sync: bool = True) -> None:
+    """The file is there whole or not at all; with `sync` also after a power cut."""
     draft = f"{path}.draft"
     with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     os.replace(draft, path)
-    sync_folder(os.path.dirname(path))
+    if sync:
+        sync_folder(os.path.dirname(path))
 
 
 def sync_folder(path: str) -> None:

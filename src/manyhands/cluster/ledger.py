@@ -221,10 +221,15 @@ def _wait_for_lock(fd: int) -> None:
 
 def read_record(data: bytes) -> Record:
     """Empty if it cannot be read: then it was not written by a keeper to its end."""
+    return decoded_record(data) or Record()
+
+
+def decoded_record(data: bytes) -> Record | None:
+    """None if it cannot be read."""
     try:
         return msgspec.json.decode(data, type=Record)
     except msgspec.DecodeError:
-        return Record()
+        return None
 
 
 def _checked(cluster: str) -> str:
