@@ -209,6 +209,7 @@ class HttpOffice:
 
     def __init__(self, dialler: Dialler) -> None:
         self._dialler = dialler
+        self._status_s = OFFICE_S
 
     def __enter__(self) -> HttpOffice:
         return self
@@ -227,11 +228,15 @@ class HttpOffice:
 
     def hello(self, hello: Hello) -> Welcome:
         body = msgspec.json.encode(hello)
-        return _decoded(self._ask("POST", "/v1/agents", body=body), Welcome)
+        welcome = _decoded(self._ask("POST", "/v1/agents", body=body), Welcome)
+        # A connection that is dead without a word must leave time to try another one.
+        self._status_s = min(OFFICE_S, welcome.lease_s / 4)
+        return welcome
 
     def status(self, host: str, status: Status) -> None:
         body = msgspec.json.encode(status)
-        self._ask("POST", f"/v1/agents/{quote(host, safe='')}/status", body=body)
+        path = f"/v1/agents/{quote(host, safe='')}/status"
+        self._ask("POST", path, body=body, answer_s=self._status_s)
 
     def wants(self, host: str, agent: str, seen: int, wait_s: float) -> Wants:
         query = urlencode({"agent": agent, "seen": seen, "wait_s": wait_s})

@@ -197,6 +197,7 @@ class _Connection(http.client.HTTPConnection):
     ) -> Reply:
         """A request and its answer, on this connection."""
         if self.sock is None:
+            self.timeout = min(self.timeout or limit_s, limit_s)
             self.connect()
         assert self.sock is not None
         self.sock.settimeout(limit_s)
@@ -205,7 +206,10 @@ class _Connection(http.client.HTTPConnection):
             self.request(method, path, body=body or None, headers=headers)
         response = self.getresponse()
         most = -1 if response.status < 400 else _MAX_ERROR_BYTES
-        data = response.read(most) if most > 0 else response.read()
+        try:
+            data = response.read(most) if most > 0 else response.read()
+        except http.client.IncompleteRead:
+            raise ConnectionResetError("it died in the middle of an answer") from None
         if response.will_close or not response.isclosed():
             self.close()
         return Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, data)
@@ -223,4 +227,9 @@ def _problem(reply: Reply) -> Problem:
     try:
         return msgspec.json.decode(reply.body, type=Failed).error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        if reply.status >= 500:  # a proxy says so while the coordinator is away: that passes
+            raise CoordinatorUnreachable(
+                f"HTTP {reply.status} from somebody who is not the coordinator",
+                hint="is it up? something before it answers in its place",
+            ) from None
         raise OtherVersion(f"HTTP {reply.status}, without an error of ours") from None
