@@ -21,6 +21,13 @@ RESERVED = frozenset(
 )
 """What a job's own variables may not be called."""
 _SECRET_NAMES = frozenset({"MODEL_TOKEN"})
+_OF_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
+"""What whoever started the agent says of *its* ranks: programs would believe it of themselves."""
+_OF_AGENT = frozenset(
+    {"NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID"}
+)
+"""What systemd says to the agent alone."""
+_OF_SESSION = ("XDG_", "DBUS_", "SSH_", "SHELL", "MAIL")
 _JOIN_CODE = re.compile(r"\bmhc?1-[\w-]{8,}")
 
 
@@ -30,12 +37,14 @@ def marker(cluster: str, job: int, attempt: int) -> str:
 
 
 def scrubbed(environment: Mapping[str, str], secrets: Collection[str] = ()) -> dict[str, str]:
-    """Without what is ours, and without any variable that has a join code or one of `secrets`."""
+    """Without what is ours, or meant for the agent alone, and without any variable that has a join
+    code or one of `secrets`.
+    """
     return {
         name: value
         for name, value in environment.items()
-        if not name.startswith("MANYHANDS_")
-        and name not in _SECRET_NAMES
+        if not name.startswith(("MANYHANDS_", *_OF_LAUNCHERS))
+        and name not in _SECRET_NAMES | _OF_AGENT
         and not _JOIN_CODE.search(value)
         and not any(secret and secret in value for secret in secrets)
     }
@@ -43,7 +52,7 @@ def scrubbed(environment: Mapping[str, str], secrets: Collection[str] = ()) -> d
 
 def of_user(environment: Mapping[str, str], name: str, home: str) -> dict[str, str]:
     """The environment of another user than the agent's."""
-    kept = {key: value for key, value in environment.items() if not key.startswith("XDG_")}
+    kept = {key: value for key, value in environment.items() if not key.startswith(_OF_SESSION)}
     return {**kept, "HOME": home, "USER": name, "LOGNAME": name}
 
 
@@ -62,7 +71,7 @@ def rank_environments(
     """
     task, by_index = want.task, {slot.index: slot for slot in slots}
     mine = [by_index[index] for _, index in task.ranks]
-    path = base.get("PATH", os.defpath)
+    path = base.get("PATH") or os.defpath  # an empty one would end in the job's own folder
     common = {
         **base,
         "PATH": os.pathsep.join([os.path.dirname(python), path]),

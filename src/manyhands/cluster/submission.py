@@ -13,29 +13,11 @@ from pathlib import PurePosixPath
 
 import msgspec
 
+from manyhands.cluster.environment import RESERVED
 from manyhands.cluster.errors import BadJob
 from manyhands.cluster.job import KEY, MAX_SLOTS, NAME, VARIABLE, Spec
 
-OURS = frozenset(
-    {
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RESTART_COUNT",
-        "CUDA_VISIBLE_DEVICES",
-        "MANYHANDS_JOB",
-        "MANYHANDS_ATTEMPT",
-        "MANYHANDS_RESTART_COUNT",
-        "MANYHANDS_BATCH",
-        "MANYHANDS_URL",
-        "MANYHANDS_RUN",
-        "MANYHANDS_NAME",
-    }
-)
+OURS = RESERVED
 """What the agent sets for every rank. A job that set one of them would lie to its own program."""
 
 MAX_ARGUMENTS = 4096
