@@ -8,17 +8,21 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from typing import TYPE_CHECKING, Self
 
 import psutil
 
 from manyhands.cluster.environment import HOST
+from manyhands.cluster.messages import Phase
 from manyhands.cluster.processes import marked
 from manyhands.testing.processes import is_gone
 from tests.cluster.offices import PATIENCE_S, FakeOffice, OfficeServer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -82,6 +86,28 @@ class TestHost:
         )
         line = bytes(self.office.logs[job, attempt, rank]).partition(b"up ")[2].splitlines()[0]
         return [psutil.Process(int(word)) for word in line.split()]
+
+    def until(self, question: Callable[[], object]) -> None:
+        """For what tells nobody of itself."""
+        pause, end_s = threading.Event(), time.monotonic() + PATIENCE_S
+        while not question():
+            assert time.monotonic() < end_s
+            pause.wait(0.02)
+
+    def outlives(self, job: int) -> bool:
+        """Whether the agent is there when the job has ended and is forgotten; else it has died."""
+        office, begun = self.office, False
+
+        def over() -> bool:
+            nonlocal begun
+            held = office.holding(job)
+            begun = begun or held is not None
+            if held is not None and held.phase is Phase.ENDED:
+                office.want()
+            return begun and held is None
+
+        self.until(lambda: self.agent.poll() is not None or over())
+        return self.agent.poll() is None
 
     def kill_agent(self) -> None:
         self.agent.kill()

@@ -35,6 +35,8 @@ class FakeOffice:
         self.chunks: list[int] = []
         self.refused: dict[str, str] = {}
         """Method -> code: what it is refused with."""
+        self.refusals: dict[str, int] = {}
+        """Method -> how many times it was."""
         self.unreachable: set[str] = set()
         """Methods whose requests do not arrive."""
         self.lost_answers: dict[str, int] = {}
@@ -159,6 +161,8 @@ class _Call:
             self._changed.release()
             raise OfficeUnreachable(f"{method} does not arrive")
         if method in office.refused:
+            office.refusals[method] = office.refusals.get(method, 0) + 1
+            self._changed.notify_all()
             self._changed.release()
             raise OfficeRefused(office.refused[method], f"{method} is refused")
 
@@ -222,11 +226,15 @@ def _call(office: FakeOffice, method: str, arguments: list) -> object:
 class DistantOffice:
     """The agent's end of an OfficeServer."""
 
+    welcomed = False  # in this process
+
     def __init__(self, port: int) -> None:
         self._port = port
 
     def hello(self, hello: Hello) -> Welcome:
-        return msgspec.convert(self._ask("hello", hello), Welcome)
+        welcome = msgspec.convert(self._ask("hello", hello), Welcome)
+        DistantOffice.welcomed = True
+        return welcome
 
     def status(self, host: str, status: Status) -> None:
         self._ask("status", host, status)

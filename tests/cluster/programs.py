@@ -17,6 +17,11 @@ STUBBORN = python(
     "import signal, os; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     "print('up', os.getpid(), flush=True)\nwhile 1: signal.pause()"
 )
+DEAF = python(
+    "import signal, os; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
+    "print('up', os.getpid(), flush=True)\nwhile 1: signal.pause()"
+)
+"""As STUBBORN, but says that it was asked."""
 POLITE = python(
     "import signal, sys, os\n"
     "def leave(*_): print('saved', flush=True); sys.exit(0)\n"

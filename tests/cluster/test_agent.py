@@ -415,7 +415,7 @@ def test_an_agent_that_is_refused_says_why_and_goes(host) -> None:
 def test_a_host_that_is_taken_is_waited_for(host) -> None:
     host.office.refused["hello"] = HOST_TAKEN
     host.start(wait=False)
-    host.office.wait(lambda: host.agent.poll() is None, "it to live")
+    host.office.wait(lambda: host.office.refusals.get("hello", 0) > 1, "a second try")
     del host.office.refused["hello"]
     host.office.wait(lambda: host.office.statuses, "the first Status")
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from manyhands.cluster.attempt import AGENT_KILLED, KEEPER_KILLED
+from manyhands.cluster.attempt import AGENT_KILLED, AGENT_STOPPED, KEEPER_KILLED
 from manyhands.cluster.messages import Phase
 from tests.cluster.hosts import TestHost, gone
 from tests.cluster.offices import want
 from tests.cluster.programs import (
+    DEAF,
     HAS_DAEMON,
     HAS_MARKED_DAEMON,
     LEAVES_DAEMON,
@@ -111,10 +112,11 @@ def test_a_keeper_beside_another(host) -> None:
 
 
 def test_a_keeper_whose_attempt_is_ending(host) -> None:
-    host.office.want(want(STUBBORN, grace_s=100_000.0))
+    host.office.want(want(DEAF, grace_s=100_000.0))
     processes = host.said()
     (keeper,) = host.keepers()
-    host.office.want(want(STUBBORN, grace_s=100_000.0, stop=True))
+    host.office.want(want(DEAF, grace_s=100_000.0, stop=True))
+    host.office.wait_log(b"asked")
     keeper.kill()
     assert host.office.wait_phase(Phase.ENDED).lost == KEEPER_KILLED
     assert gone(processes)
@@ -160,9 +162,10 @@ def test_an_agent_before_the_start(host) -> None:
 
 
 def test_an_agent_whose_attempt_is_ending(host) -> None:
-    host.office.want(want(STUBBORN, grace_s=100_000.0))
+    host.office.want(want(DEAF, grace_s=100_000.0))
     processes = host.said()
-    host.office.want(want(STUBBORN, grace_s=100_000.0, stop=True))
+    host.office.want(want(DEAF, grace_s=100_000.0, stop=True))
+    host.office.wait_log(b"asked")
     host.kill_agent()
     assert gone(processes)
     host.start()
@@ -247,7 +250,7 @@ def test_a_stopped_keeper_of_a_dead_agent_is_ended_by_the_next(host) -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.01, 0.03, 0.06, 0.1, 0.2])
-def test_an_agent_at_any_moment_of_a_start(host, pause_s) -> None:
+def test_an_agent_at_some_moments_of_a_start(host, pause_s) -> None:
     """Wherever it was: begun once or not at all, ended, and said so by the next."""
     command = counted(host.folder, LEAVES_DAEMON[-1])
     host.office.want(want(command, grace_s=0.1))
@@ -263,6 +266,30 @@ def test_an_agent_at_any_moment_of_a_start(host, pause_s) -> None:
     host.said(job=2)  # it is as good as new
 
 
+def test_an_agent_at_every_step_of_a_life(tmp_path) -> None:
+    """Before each thing that it does to its disk, and before it starts a keeper: the attempt was
+    started once at most, the next agent ends and forgets it, and nothing is left.
+    """
+    with TestHost(tmp_path) as host:
+        command = counted(host.folder, "")
+        job, lived = 0, False
+        while not lived:
+            job += 1
+            (host.folder / "count").unlink(missing_ok=True)
+            host.office.restart()
+            host.start(wait=False, dies_at=job)
+            host.office.want(want(command, job=job, grace_s=0.1))
+            lived = host.outlives(job)
+            host.office.want()
+            if not lived:
+                host.start()
+                host.until(lambda: not host.office.statuses[-1].holdings)
+                host.kill_agent()
+            count = host.folder / "count"
+            assert (count.read_text() if count.exists() else "") in ("", "x"), job
+    assert job > 10  # there are as many steps at least
+
+
 def test_signals_while_the_last_agents_keeper_still_ends(host) -> None:
     """An agent that is told to go before it came is gone too."""
     host.office.want(want(STUBBORN))
@@ -272,3 +299,17 @@ def test_signals_while_the_last_agents_keeper_still_ends(host) -> None:
     host.agent.send_signal(signal.SIGTERM)
     host.agent.wait()
     assert gone(processes)
+
+
+def test_an_agent_that_is_told_to_go_while_something_cannot_be_killed_says_no_hello(host) -> None:
+    """A Hello says that all that was left has ended."""
+    host.office.want(want(STUBBORN))
+    host.said()
+    host.kill_agent()
+    host.start(wait=False, unkillable=True, patience_s=0.1)
+    log = host.folder / "agent.log"
+    host.until(lambda: b"cannot be killed" in log.read_bytes())
+    hellos = len(host.office.hellos)
+    host.agent.send_signal(signal.SIGTERM)
+    assert host.words() == AGENT_STOPPED
+    assert len(host.office.hellos) == hellos

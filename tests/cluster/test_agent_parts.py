@@ -10,12 +10,15 @@ import msgspec
 import pytest
 
 from manyhands.cluster.account import identity_of
+from manyhands.cluster.attempt import Attempt
 from manyhands.cluster.comparison import Deed, Held, Verb, compare
-from manyhands.cluster.environment import RESERVED, rank_environments, scrubbed
+from manyhands.cluster.environment import RESERVED, of_user, rank_environments, scrubbed
+from manyhands.cluster.errors import BadJob
 from manyhands.cluster.lease import Lease
 from manyhands.cluster.ledger import AlreadyBegun, Key, Ledger, Record, StateHeld
 from manyhands.cluster.line import Line, Rejected, Renewed, Reported, Wanted, Welcomed
 from manyhands.cluster.messages import Hello, Kind, Phase, Slot, Status
+from manyhands.cluster.submission import checked
 from manyhands.cluster.words import MAX_WORDS_BYTES, last_words, words_of
 from manyhands.core.errors import ManyhandsError, UsageError
 from tests.cluster.offices import PATIENCE_S, FakeOffice, want
@@ -75,6 +78,22 @@ def test_an_answer_that_took_a_lease_gives_none() -> None:
     clock.now_s = 111.0
     assert not lease.welcomed(10.0, asked_s=100.0)
     assert not lease.holds
+
+
+def test_a_lease_that_is_granted_anew_may_be_shorter() -> None:
+    clock = Clock()
+    lease = Lease(clock)
+    lease.welcomed(600.0, asked_s=100.0)
+    clock.now_s = 111.0
+    assert lease.welcomed(30.0, asked_s=110.0)
+    assert lease.until_s == 140.0
+    assert not lease.answered(105.0)  # asked of the one before
+    assert lease.until_s == 140.0
+    assert lease.answered(111.0)
+    assert lease.until_s == 141.0
+    clock.now_s = 141.0
+    assert not lease.welcomed(10.0, asked_s=140.0)  # lapsed stays lapsed
+    assert lease.lapsed
 
 
 # The line
@@ -170,6 +189,32 @@ def test_no_secret_is_written_down(tmp_path) -> None:
     assert tmp_path.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_folder_keeps_its_id_whoever_works_in_it(tmp_path) -> None:
+    with Ledger(tmp_path / "a") as ledger:
+        drawn = ledger.id
+    assert len(drawn) == 16
+    assert (tmp_path / "a" / "id").stat().st_mode & 0o777 == 0o600
+    with Ledger(tmp_path / "a") as again, Ledger(tmp_path / "b") as other:
+        assert again.id == drawn
+        assert other.id not in ("", drawn)
+
+
+def test_a_folder_that_was_there_stays_as_open_as_it_was(tmp_path) -> None:
+    """`--state /tmp`, say."""
+    tmp_path.chmod(0o755)
+    with Ledger(tmp_path), Ledger(tmp_path / "new"):
+        pass
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o77 for path in tmp_path.iterdir()} == {0}
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    with pytest.raises(UsageError, match=f"belongs to user {tmp_path.stat().st_uid}"):
+        Ledger(tmp_path).__enter__()
+
+
 def test_one_agent_a_folder(tmp_path) -> None:
     with Ledger(tmp_path), pytest.raises(StateHeld, match=f"process {os.getpid()}"):
         Ledger(tmp_path).__enter__()
@@ -189,6 +234,21 @@ def test_a_record_that_was_cut_off_says_nothing(tmp_path) -> None:
 def test_the_name_of_a_cluster_is_no_path(tmp_path, name) -> None:
     with Ledger(tmp_path) as ledger, pytest.raises(ManyhandsError, match="no usable name"):
         ledger.begin(Key(name, 1, 0), WANT.task)
+
+
+def test_a_line_that_is_no_record_changes_nothing(tmp_path) -> None:
+    attempt = Attempt(KEY, "h", tmp_path)
+    attempt.note(b'{"ends": [{"rank": 0, "exit_code": 0, "at_s": 1.0}]}')
+    attempt.note(b"")
+    assert [end.rank for end in attempt.holding().ended] == [0]
+
+
+def test_a_keeper_that_broke_is_told_with_its_last_words(tmp_path) -> None:
+    attempt = Attempt(KEY, "h", tmp_path)
+    (tmp_path / "keeper.log").write_text("Traceback (most recent call last):\n  x\nOSError: no\n")
+    attempt.orphaned = True
+    attempt.bury()
+    assert attempt.holding().lost == "the keeper was killed: OSError: no"
 
 
 # Words
@@ -271,8 +331,29 @@ def test_scrubbing_takes_ours_and_leaves_the_users() -> None:
         "HIDDEN": "a-t0ken-b",
         "HTTPS_PROXY": "http://me:pass@proxy",
         "EMPTY": "",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "SLURM_PROCID": "3",
+        "PMI_RANK": "3",
+        "NOTIFY_SOCKET": "/run/systemd/notify",
     }
     assert set(scrubbed(environment, ["t0ken", ""])) == {"HTTPS_PROXY", "EMPTY"}
+
+
+def test_an_empty_path_does_not_mean_the_jobs_own_folder() -> None:
+    made = rank_environments({"PATH": ""}, "/venv/bin/python", {}, WANT, [Slot(0, Kind.CPU, "")])
+    assert made[0]["PATH"] == f"/venv/bin:{os.defpath}"
+
+
+def test_another_user_has_nothing_of_roots_session() -> None:
+    root = {"SHELL": "/bin/sh", "MAIL": "x", "SSH_AUTH_SOCK": "x", "DBUS_SESSION_BUS": "x"}
+    made = of_user({**root, "XDG_RUNTIME_DIR": "x", "LANG": "C"}, "me", "/home/me")
+    assert made == {"LANG": "C", "HOME": "/home/me", "USER": "me", "LOGNAME": "me"}
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_no_job_may_set_what_is_ours(name) -> None:
+    with pytest.raises(BadJob, match=name):
+        checked(want(("x",), env={name: "1"}).task.spec)
 
 
 # Another user

@@ -11,7 +11,6 @@ their keepers see it. The next agent in the same state folder first ends what is
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -45,11 +44,21 @@ from manyhands.cluster.environment import (
 )
 from manyhands.cluster.lease import Lease
 from manyhands.cluster.ledger import AlreadyBegun, Key, Ledger
-from manyhands.cluster.line import Event, Line, Rejected, Renewed, Reported, Wanted, Welcomed
+from manyhands.cluster.line import (
+    Broken,
+    Event,
+    Line,
+    Nudged,
+    Rejected,
+    Renewed,
+    Reported,
+    Wanted,
+    Welcomed,
+)
 from manyhands.cluster.messages import Hello, Origin, Phase, Slot, Status, Want, Wants
 from manyhands.cluster.office import Office
-from manyhands.cluster.processes import end_marked, marked
-from manyhands.cluster.uploads import Uploads
+from manyhands.cluster.processes import Strays, end_marked, marked
+from manyhands.cluster.uploads import LogSettled, Uploads
 from manyhands.cluster.wake import Wake
 
 log = logging.getLogger(__name__)
@@ -63,13 +72,6 @@ FIRST_WELCOME_S = 60.0
 """For an agent that `up` started: by then `up` has answered, or is dead."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogSettled:
-    """The logs of an attempt were sent to their end, or refused."""
-
-    key: Key
-
-
 @dataclass(slots=True)
 class Leaving:
     """The agent is to go: why, and from when on it waits for nobody."""
@@ -79,6 +81,8 @@ class Leaving:
     until_s: float | None = None
     number: int | None = None
     """Of the Status that has to arrive first; 0 once it has."""
+    error: Exception | None = None
+    """Raised in the end, where that is not as it should be."""
 
 
 class Agent:
@@ -104,8 +108,6 @@ class Agent:
     ) -> None:
         self._office, self._host, self._slots = office, host, tuple(slots)
         self._identity, self._origin = identity_of(user), origin
-        if self._identity is not None:
-            check_way(self._identity, state / "work")
         self._ledger = Ledger(state, passable=self._identity is not None)
         self._hello = Hello(
             version=__version__,
@@ -130,32 +132,35 @@ class Agent:
         self._reported: Status | None = None
         self._ended_s: dict[Key, float] = {}
         self._offered: set[Key] = set()  # attempts whose logs `Uploads` has
-        self._strangers: frozenset[int] = frozenset()
+        self._void_session = 0  # nothing of it, or of one before, counts any more
 
     def run(self) -> str:
         """Serve until told to leave; why it left. No process of an attempt is left then.
 
         It leaves for a signal (the second one kills), when the cluster goes down, and, if `up`
         started it, when the coordinator is gone for a lease. Raises OfficeRefused when the
-        coordinator does not take it, StateHeld, OSError for a state folder that cannot be used.
+        coordinator does not take it, StateHeld, UsageError or OSError for a state folder that
+        cannot be used.
         """
         keeper.hide_memory()
         keeper.adopt_orphans()
-        self._strangers = frozenset(self._children())
+        self._strays = Strays()
         with self._ledger, Wake[Event | LogSettled]() as self._wake:
+            if self._identity is not None:
+                check_way(self._identity, self._ledger.state / "work")
+            self._hello = msgspec.structs.replace(self._hello, folder=self._ledger.id)
             self._end_left()
+            if self._wake.stops:
+                return AGENT_STOPPED  # before anybody is told that what was left has ended
             self._line = Line(self._office, self._hello, self._lease, self._wake.tell)
             self._uploads = Uploads(
-                self._office, self._line, self._host, self._hello.agent, self._tell_settled
+                self._office, self._line, self._host, self._hello.agent, self._wake.tell
             )
             try:
                 with self._uploads, self._line:
                     return self._serve()
             finally:
                 self._close_all()
-
-    def _tell_settled(self, key: Key) -> None:
-        self._wake.tell(LogSettled(key))
 
     # What was left by an agent before
 
@@ -187,7 +192,10 @@ class Agent:
             self._act()
             self._say()
             if self._leaving is not None and self._may_go(self._leaving):
+                if self._leaving.error is not None:
+                    raise self._leaving.error
                 return self._leaving.why
+            self._line.turned()
             until_s = self._next_s(first_s)
             ready, events = self._wake.wait(until_s)
             self._keep_lease()  # before anything that is said or heard after a long sleep
@@ -221,13 +229,18 @@ class Agent:
         if not self._lease.lapsed:
             return
         alive = [a for a in self._attempts.values() if a.phase is not Phase.ENDED]
+        # A keeper that hangs must be gone before the coordinator takes everything for ended.
+        patience_s = min(KEEPER_PATIENCE_S, (self._lease.length_s or KEEPER_PATIENCE_S) / 4)
         for attempt in alive:
-            if attempt.overdue_s is None or attempt.overdue_s > now_s + KEEPER_PATIENCE_S:
+            if attempt.overdue_s is None or attempt.overdue_s > now_s + patience_s:
                 log.warning("%s: %s", attempt.key, LEASE_ENDED)
-                attempt.stop(0, now_s, why=LEASE_ENDED)
+                attempt.stop(0, now_s, why=LEASE_ENDED, patience_s=patience_s)
         if any(attempt.phase is not Phase.ENDED for attempt in alive):
             return
         self._lease.begin_again()
+        # What was heard before the lapse may be on its way to another host by now.
+        self._void_session = self._line.renew_session()
+        self._session = self._heard_session = 0
         if self._origin is Origin.UP and self._leaving is None:
             self._leave("the coordinator did not answer for a lease", patient=False)
 
@@ -236,12 +249,13 @@ class Agent:
             self._leave(AGENT_STOPPED, patient=True)
         if self._wake.stops > 1 and self._leaving is not None and self._leaving.patient:
             self._leaving.patient = False
+            self._leaving.until_s = self._lease.now_s()
             for attempt in self._attempts.values():
                 attempt.stop(0, self._lease.now_s(), why=AGENT_STOPPED)
 
-    def _leave(self, why: str, *, patient: bool) -> None:
+    def _leave(self, why: str, *, patient: bool, error: Exception | None = None) -> None:
         log.info("leaving: %s", why)
-        self._leaving = Leaving(why, patient)
+        self._leaving = Leaving(why, patient, error=error)
 
     def _may_go(self, leaving: Leaving) -> bool:
         """Whether nothing runs, and what is to be said has arrived or need not."""
@@ -263,9 +277,12 @@ class Agent:
 
     def _take(self, event: Event | LogSettled) -> None:
         match event:
-            case Welcomed(session, welcome):
+            case Welcomed(session, welcome) if session > self._void_session:
                 if welcome.cluster != self._cluster:
                     self._session = 0
+                    for key in self._attempts:  # their logs are not this one's to read
+                        if key.cluster != welcome.cluster:
+                            self._uploads.drop(key)
                 self._heard_session, self._cluster = session, welcome.cluster
                 self._offer_left()
                 self._report()
@@ -283,10 +300,17 @@ class Agent:
                     if until_s is not None:
                         attempt.renew(until_s)
             case Rejected(error):
-                raise error
+                if self._leaving is None:
+                    self._leave(error.message, patient=False, error=error)
+                else:
+                    self._leaving.until_s = self._lease.now_s()  # nobody hears a farewell
             case LogSettled(key):
                 if key in self._attempts:
                     self._attempts[key].log_settled = True
+            case Broken(error):
+                raise error
+            case Welcomed() | Nudged():
+                pass
 
     def _offer_left(self) -> None:
         """Logs of attempts that an agent before left, once it is known whose they are."""
@@ -314,23 +338,12 @@ class Agent:
     def _bury_orphans(self) -> None:
         """What killed keepers left: children of nobody's in this process. Kill it, wait for it."""
         orphaned = [attempt for attempt in self._attempts.values() if attempt.orphaned]
-        if not orphaned:
+        kept = {attempt.keeper_pid for attempt in self._attempts.values()}
+        if not orphaned or not self._strays.end(kept):
             return
-        while strays := self._strays():
-            keeper.signal_each(strays, signal.SIGKILL)
-            gone = [pid for pid in strays if _reap(pid)]
-            if not gone:
-                return  # SIGCHLD will come
         for attempt in orphaned:
             attempt.bury()
             self._uploads.end(attempt.key)
-
-    def _strays(self) -> list[int]:
-        kept = {attempt.keeper_pid for attempt in self._attempts.values()}
-        return [pid for pid in self._children() if pid not in kept | self._strangers]
-
-    def _children(self) -> list[int]:
-        return [pid for pid, parent in keeper.parents().items() if parent == os.getpid()]
 
     # What goes out
 
@@ -485,15 +498,4 @@ class Agent:
         """However `_serve` ended: nothing may run without an agent."""
         for attempt in self._attempts.values():
             attempt.close()
-        while strays := self._strays():
-            keeper.signal_each(strays, signal.SIGKILL)
-            for pid in strays:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
-
-
-def _reap(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] != 0
-    except ChildProcessError:
-        return True
+        self._strays.end_all()

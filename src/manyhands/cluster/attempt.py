@@ -124,15 +124,24 @@ class Attempt:
         os.set_blocking(self.fileno(), False)
         self.phase = Phase.RUNNING
 
-    def stop(self, grace_s: float, now_s: float, *, why: str = "") -> None:
-        """`why`: the agent's own reason, where the coordinator does not want it."""
+    def stop(
+        self,
+        grace_s: float,
+        now_s: float,
+        *,
+        why: str = "",
+        patience_s: float | None = None,
+    ) -> None:
+        """`why`: the agent's own reason, where the coordinator does not want it. A keeper that is
+        not done after `patience_s` more (KEEPER_PATIENCE_S) will be `overdue_s`.
+        """
         self.stopping = True
         if self.phase is Phase.READY:
             self._end(why)
         elif self.phase is Phase.RUNNING:
             self._own_will = self._own_will or why
             self._tell(f"stop {grace_s!r}" if grace_s > 0 else "kill")
-            overdue_s = now_s + grace_s + KEEPER_PATIENCE_S
+            overdue_s = now_s + grace_s + (patience_s or KEEPER_PATIENCE_S)
             self.overdue_s = min(self.overdue_s or overdue_s, overdue_s)
 
     def renew(self, until_s: float) -> None:

@@ -48,9 +48,16 @@ class Lease:
             return self._until_s is not None and self.now_s() >= self._until_s
 
     def welcomed(self, lease_s: float, asked_s: float) -> bool:
-        """A Hello that was sent at `asked_s` was answered; whether the lease is longer now."""
+        """A Hello that was sent at `asked_s` was answered; whether the lease is another now.
+
+        It may be shorter: a coordinator that was started anew counts by what it grants now.
+        """
         with self._lock:
+            shorter = self._lease_s is not None and lease_s < self._lease_s
             self._lease_s = lease_s
+            if shorter and self._until_s is not None and self.now_s() < self._until_s:
+                self._until_s = asked_s + lease_s
+                return True
         return self.answered(asked_s)
 
     def answered(self, asked_s: float) -> bool:

@@ -1,6 +1,7 @@
 """The ledger: what an agent has begun, on its disk, so that nothing is begun twice.
 
     STATE/lock                                   held by the agent; its process id
+    STATE/id                                     drawn once for this folder, and kept for ever
     STATE/begun/CLUSTER/JOB-ATTEMPT              made before anything is started, and kept for ever
     STATE/attempts/CLUSTER/JOB-ATTEMPT/          removed when the attempt is forgotten
         task.json keeper.lock order.json record.json keeper.log rank-N.log
@@ -12,9 +13,11 @@ STATE and work. All methods raise OSError for what the disk says (full, read-onl
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import threading
 from collections.abc import Iterator
@@ -26,7 +29,7 @@ import msgspec
 
 from manyhands.cluster.keeper import RECORD, sync_folder, write_atomically
 from manyhands.cluster.messages import Task
-from manyhands.core.errors import ManyhandsError
+from manyhands.core.errors import ManyhandsError, UsageError
 
 _KEEPER_LOCK = "keeper.lock"
 _FOLDER = re.compile(r"(\d+)-(\d+)")
@@ -93,12 +96,14 @@ class Ledger:
     def __init__(self, state: Path, *, passable: bool = False) -> None:
         """`passable`: another user may go through to its work folders."""
         self.state = state.absolute()
+        self.id = ""
+        """Of the folder, whoever works in it. Known once it is entered."""
         self._mode = 0o711 if passable else 0o700
         self._lock = -1
 
     def __enter__(self) -> Self:
-        self.state.mkdir(parents=True, exist_ok=True)
-        self.state.chmod(self._mode)
+        """Raises StateHeld, UsageError for a folder of somebody else's."""
+        self._make()
         fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,10 +117,39 @@ class Ledger:
         except BaseException:
             os.close(fd)
             raise
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+            self.id = self._drawn_id()
+        except BaseException:
+            os.close(fd)
+            raise
         self._lock = fd
         return self
+
+    def _make(self) -> None:
+        """A folder that was there stays as open as it is: it may be more than ours."""
+        try:
+            self.state.mkdir(parents=True)
+        except FileExistsError:
+            owner = self.state.stat().st_uid
+            if owner != os.geteuid():
+                raise UsageError(
+                    f"the state folder {self.state} belongs to user {owner}: they could say what "
+                    f"this agent (user {os.geteuid()}) runs",
+                    hint="give it a folder of its own: --state DIR",
+                ) from None
+        else:
+            self.state.chmod(self._mode)
+
+    def _drawn_id(self) -> str:
+        path = self.state / "id"
+        with contextlib.suppress(FileNotFoundError):
+            if found := path.read_text(encoding="ascii", errors="replace").strip():
+                return found
+        drawn = secrets.token_hex(8)
+        write_atomically(str(path), f"{drawn}\n".encode())
+        return drawn
 
     def __exit__(
         self,

@@ -5,6 +5,10 @@
 
 Whatever fails leads back to Hello, and from there on everything is said anew: both sides carry
 the whole truth. What the threads learn goes to the agent's own thread as events.
+
+They speak for that thread. When it hangs (a disk that does not answer) they must not go on saying
+that all is well: the coordinator would wait for ever for an agent that does nothing. So they say
+nothing more once it has not turned for half a lease, and the lease ends.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from manyhands.cluster.lease import Lease
-from manyhands.cluster.messages import Hello, Status, Wants, Welcome
+from manyhands.cluster.messages import Hello, Origin, Status, Wants, Welcome
 from manyhands.cluster.office import (
     ANY_VERSION,
     HOST_TAKEN,
@@ -31,7 +35,9 @@ log = logging.getLogger(__name__)
 WAIT_S = 20.0
 """How long the office may hold back its answer when nothing new is wanted."""
 TAKEN_PATIENCE_S = 60.0
-"""For an agent before this one to be given up, when it was killed a moment ago."""
+"""For an agent before this one to be given up, when it was killed a moment ago. That takes its
+lease, which this one does not know: so a user's agent, which nobody starts again, goes on.
+"""
 _PER_LEASE = 4  # status messages, when nothing changes
 _MAX_REFUSALS = 3  # in a row, with a new Hello before each
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
@@ -63,7 +69,19 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """The lease is longer now."""
+    """The lease is another now; longer, as a rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nudged:
+    """Nothing new: the agent's own thread is to turn once, to show that it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A thread has died of something that nobody foresaw."""
+
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +91,7 @@ class Rejected:
     error: OfficeRefused
 
 
-Event = Welcomed | Wanted | Reported | Renewed | Rejected
+Event = Welcomed | Wanted | Reported | Renewed | Nudged | Rejected | Broken
 
 
 class Line:
@@ -89,13 +107,15 @@ class Line:
         self._office, self._hello, self._lease, self._tell = office, hello, lease, tell
         self._changed = threading.Condition()
         self._closing = self._connected = False
+        self._broken = False  # since the last Hello was said
+        self._turned_s = lease.now_s()
         self._session = 0
         self._status: tuple[int, int, Status] = (0, 0, Status(agent=hello.agent))
         self._sent = 0  # the number of the last Status that has arrived
         self._refusals = 0
         self._threads = [
-            threading.Thread(target=self._report, name="agent reporter", daemon=True),
-            threading.Thread(target=self._listen, name="agent listener", daemon=True),
+            threading.Thread(target=guarded(work, tell), name=f"agent {name}", daemon=True)
+            for name, work in (("reporter", self._report), ("listener", self._listen))
         ]
 
     def report(self, session: int, status: Status) -> int:
@@ -105,6 +125,19 @@ class Line:
             self._status = (session, number, status)
             self._changed.notify_all()
         return number
+
+    def turned(self) -> None:
+        """The agent's own thread has done all that it knew of."""
+        with self._changed:
+            self._turned_s = self._lease.now_s()
+            self._changed.notify_all()
+
+    def renew_session(self) -> int:
+        """Say Hello again; the last session that is not to be heeded any more."""
+        with self._changed:
+            session = self._session
+        self._break(session)
+        return session
 
     def wait_connected(self) -> int | None:
         """The session of a connection, once there is one; None when the line is closed."""
@@ -127,8 +160,18 @@ class Line:
         """That connection is no good: begin anew with a Hello."""
         with self._changed:
             if self._session == session:
-                self._connected = False
+                self._connected, self._broken = False, True
                 self._changed.notify_all()
+
+    def _await_turn(self) -> None:
+        """Until the agent's own thread is seen to work, or the line is closed."""
+        length_s = self._lease.length_s
+        if length_s is None or self._lease.now_s() <= self._turned_s + length_s / 2:
+            return
+        before_s = self._turned_s
+        self._tell(Nudged())
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._turned_s > before_s)
 
     def __enter__(self) -> Self:
         for thread in self._threads:
@@ -151,6 +194,7 @@ class Line:
         office = self._office()
         pause_s, taken_until_s, complained = _FIRST_PAUSE_S, None, False
         while not self._closing:
+            self._await_turn()
             try:
                 if not self._connected:
                     self._say_hello(office)
@@ -168,7 +212,10 @@ class Line:
                 if error.code == HOST_TAKEN:
                     now_s = self._lease.now_s()
                     taken_until_s = taken_until_s or now_s + TAKEN_PATIENCE_S
-                    if now_s < taken_until_s:
+                    if now_s < taken_until_s or self._hello.origin is Origin.USER:
+                        if not complained:
+                            log.warning("%s; waiting for that", error)
+                        complained = True
                         self._pause(_LAST_PAUSE_S / 2)
                         continue
                 if not self._bear(error):
@@ -176,6 +223,8 @@ class Line:
                 self._pause(_LAST_PAUSE_S if self._refusals > 1 else pause_s)
 
     def _say_hello(self, office: Office) -> None:
+        with self._changed:
+            self._broken = False
         asked_s = self._lease.now_s()
         welcome = office.hello(self._hello)
         with self._changed:
@@ -186,18 +235,20 @@ class Line:
         self._tell(Welcomed(session, welcome))
         # What the agent holds of this cluster: it has to hear first which one that is.
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._status[0] == session)
+            self._changed.wait_for(
+                lambda: self._closing or self._broken or self._status[0] == session
+            )
 
     def _say_status(self, office: Office) -> None:
         """Once, and then wait until there is a reason to say it again."""
         _, number, status = self._status
-        if self._closing:
+        if self._closing or self._broken:
             return
         asked_s = self._lease.now_s()
         office.status(self._hello.host, status)
         self._renew(asked_s)
         with self._changed:
-            self._connected = True
+            self._connected = not self._broken
             self._sent = number
             self._changed.notify_all()
         self._tell(Reported(number))
@@ -212,7 +263,8 @@ class Line:
         seen = ANY_VERSION, 0  # version, of which session
         while not self._closing:
             session = self.wait_connected()
-            if session is None:
+            self._await_turn()
+            if session is None or self._closing:
                 return
             version = seen[0] if seen[1] == session else ANY_VERSION
             asked_s = self._lease.now_s()
@@ -253,3 +305,15 @@ class Line:
     def _pause(self, pause_s: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._closing, pause_s)
+
+
+def guarded(work: Callable[[], None], tell: Callable[[Broken], None]) -> Callable[[], None]:
+    """The work of a thread, whose death is told: an agent without it would be dumb, and stay."""
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised by the agent's own thread
+            tell(Broken(error))
+
+    return run

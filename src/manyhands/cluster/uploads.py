@@ -17,13 +17,20 @@ from types import TracebackType
 from typing import Self
 
 from manyhands.cluster.ledger import Key
-from manyhands.cluster.line import Line
+from manyhands.cluster.line import Broken, Line, guarded
 from manyhands.cluster.office import Office, OfficeRefused, OfficeUnreachable
 
 CHUNK_BYTES = 1 << 20
 LOOK_S = 0.2
 _RETRY_S = 1.0  # when the office has no room for it
 _JOIN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettled:
+    """The logs of an attempt have all been sent to their end, or refused."""
+
+    key: Key
 
 
 @dataclass(slots=True)
@@ -42,9 +49,7 @@ class _Upload:
 
 
 class Uploads:
-    """A context manager with one thread, to be left after the line. `tell` is called by it, with an
-    attempt whose logs have all been sent to their end, or refused.
-    """
+    """A context manager with one thread, to be left after the line. `tell` is called by it."""
 
     def __init__(
         self,
@@ -52,14 +57,15 @@ class Uploads:
         line: Line,
         host: str,
         agent: str,
-        tell: Callable[[Key], None],
+        tell: Callable[[LogSettled | Broken], None],
     ) -> None:
         self._office, self._line, self._tell = office, line, tell
         self._host, self._agent = host, agent
         self._changed = threading.Condition()
         self._uploads: list[_Upload] = []
         self._closing = self._woken = False
-        self._thread = threading.Thread(target=self._work, name="agent uploads", daemon=True)
+        work = guarded(self._work, tell)
+        self._thread = threading.Thread(target=work, name="agent uploads", daemon=True)
 
     def add(self, key: Key, logs: dict[int, Path]) -> None:
         """Logs that are, or will be."""
@@ -77,6 +83,8 @@ class Uploads:
     def drop(self, key: Key) -> None:
         """They are not to be sent any more."""
         with self._changed:
+            for upload in self._uploads:
+                upload.settled = upload.settled or upload.key == key
             self._uploads = [upload for upload in self._uploads if upload.key != key]
 
     def _wake(self) -> None:
@@ -109,8 +117,10 @@ class Uploads:
                 open_ones = [upload for upload in self._uploads if not upload.settled]
             if not open_ones or self._line.wait_connected() is None:
                 continue
-            while open_ones := [upload for upload in open_ones if self._advance(office, upload)]:
-                pass
+            # One chunk of each, and then all anew: nobody who has much to say keeps the others.
+            more = [self._advance(office, upload) for upload in open_ones]
+            with self._changed:
+                self._woken = self._woken or any(more)
 
     def _look_s(self) -> float | None:
         """Until the next look; for ever when there is nothing to look at."""
@@ -120,7 +130,11 @@ class Uploads:
         return _RETRY_S if all(upload.waits for upload in left) else LOOK_S
 
     def _advance(self, office: Office, upload: _Upload) -> bool:
-        """Send one chunk; whether there may be more at once."""
+        """Send one chunk; whether there is more to do at once. What was written meanwhile is not:
+        a rank that writes line by line is not sent line by line.
+        """
+        if upload.settled:  # dropped a moment ago
+            return False
         ended = upload.ended  # before the size is looked at: nothing is written after it
         data = self._next_chunk(upload)
         if not data:
@@ -138,8 +152,9 @@ class Uploads:
         except OfficeRefused:
             return self._bear(upload)
         upload.waits = has == upload.offset
+        is_behind = len(data) == CHUNK_BYTES or has != upload.offset + len(data)
         upload.offset, upload.proven = has, False
-        return not upload.waits
+        return not upload.waits and (is_behind or ended)
 
     def _bear(self, upload: _Upload) -> bool:
         """Refused: by a coordinator that does not know us yet, perhaps; else for good."""
@@ -162,4 +177,4 @@ class Uploads:
         with self._changed:
             left = [other for other in self._uploads if other.key == upload.key]
         if all(other.settled for other in left):
-            self._tell(upload.key)
+            self._tell(LogSettled(upload.key))

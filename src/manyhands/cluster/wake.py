@@ -39,7 +39,8 @@ class Wake(Generic[Event]):
     def tell(self, event: Event) -> None:
         """From any thread; does not block."""
         self._events.append(event)
-        with contextlib.suppress(BlockingIOError):  # full: it is awake
+        # Full: it is awake. Closed: some thread was not waited for, and nobody listens any more.
+        with contextlib.suppress(OSError):
             os.write(self._write, b"\0")
 
     def watch(self, fd: int, whose: object) -> None:
@@ -80,8 +81,10 @@ class Wake(Generic[Event]):
         signal.set_wakeup_fd(self._fd)
         self._alarm.close()
         self._selector.close()
-        os.close(self._read)
-        os.close(self._write)
+        read, write = self._read, self._write
+        self._read = self._write = -1
+        os.close(read)
+        os.close(write)
 
 
 def _leave_to_reader(number: int, frame: FrameType | None) -> None:
