@@ -39,6 +39,8 @@ class FakeOffice:
         """Method -> how many times it was."""
         self.unreachable: set[str] = set()
         """Methods whose requests do not arrive."""
+        self.hangs = False
+        """Whether whoever asks what is wanted is not answered, nor cut off."""
         self.lost_answers: dict[str, int] = {}
         """Method -> how many times it is done, and the answer lost."""
         self._wants = Wants(version=1)
@@ -68,7 +70,7 @@ class FakeOffice:
 
     def mend(self) -> None:
         with self._changed:
-            self.unreachable = set()
+            self.unreachable, self.hangs = set(), False
             self._changed.notify_all()
 
     def wait(self, what: Callable[[], object], name: str) -> object:
@@ -114,6 +116,7 @@ class FakeOffice:
 
     def wants(self, host: str, agent: str, seen: int, wait_s: float) -> Wants:
         with self._done("wants"):
+            self._changed.wait_for(lambda: self._closed or not self.hangs)
             self._check(agent)
             self._changed.wait_for(
                 lambda: (

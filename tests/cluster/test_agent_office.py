@@ -44,8 +44,7 @@ def test_what_was_wanted_before_a_lapse_is_not_started_after_it(tmp_path) -> Non
         host.agent.send_signal(signal.SIGSTOP)
         host.office.want(want(STUBBORN), given_away)  # the answer lies in the agent's socket
         assert gone(processes)  # by their keeper: the lease is over
-        host.office.want()
-        host.office.cut("wants")
+        host.office.hangs = True
         host.agent.send_signal(signal.SIGCONT)
         said = len(host.office.statuses)
         host.office.wait(lambda: len(host.office.statuses) > said + 2, "the lease to hold again")
