@@ -83,6 +83,30 @@ def test_an_agent_that_is_refused_later_on_ends_its_jobs_with_grace(host) -> Non
     assert b"saved" in (host.state / "attempts/c1/1-0/rank-0.log").read_bytes()
 
 
+def test_a_host_without_room_rests_and_costs_the_job_nothing(host) -> None:
+    """Else it would be given the whole queue, job after job."""
+    host.start()
+    (host.state / "begun").write_text("in the way")
+    host.office.want(want(SUCCEEDS))
+    ended = host.office.wait_phase(Phase.ENDED)
+    assert (ended.free, ended.lost != "") == (True, True)
+    assert host.office.statuses[-1].rests
+    (host.state / "begun").unlink()
+    host.office.wait(lambda: not host.office.statuses[-1].rests, "it to offer itself again")
+    host.office.want(want(SUCCEEDS, job=2))
+    assert host.office.wait_phase(Phase.ENDED, job=2).lost == ""
+
+
+def test_an_agent_that_leaves_wants_nothing_new_and_costs_no_restart(host) -> None:
+    host.start()
+    host.office.want(want(POLITE))
+    host.said()
+    host.agent.send_signal(signal.SIGTERM)
+    assert host.words() == AGENT_STOPPED
+    assert host.office.statuses[-1].rests
+    assert host.office.holding().free
+
+
 def test_an_agent_whose_thread_dies_does_not_stay(host) -> None:
     host.office.cluster = 7  # no name at all
     host.start(wait=False)

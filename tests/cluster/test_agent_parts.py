@@ -18,6 +18,7 @@ from manyhands.cluster.lease import Lease
 from manyhands.cluster.ledger import AlreadyBegun, Key, Ledger, Record, StateHeld
 from manyhands.cluster.line import Line, Rejected, Renewed, Reported, Wanted, Welcomed
 from manyhands.cluster.messages import Hello, Kind, Phase, Slot, Status
+from manyhands.cluster.rest import Rest
 from manyhands.cluster.submission import checked
 from manyhands.cluster.words import MAX_WORDS_BYTES, last_words, words_of
 from manyhands.core.errors import ManyhandsError, UsageError
@@ -249,6 +250,23 @@ def test_a_keeper_that_broke_is_told_with_its_last_words(tmp_path) -> None:
     attempt.orphaned = True
     attempt.bury()
     assert attempt.holding().lost == "the keeper was killed: OSError: no"
+
+
+# The rest
+
+
+def test_a_host_rests_for_longer_each_time_until_something_has_run() -> None:
+    clock = Clock()
+    rest = Rest(clock)
+    assert rest.until_s is None
+    for pause_s in (1, 2, 4, 8, 16, 32, 60, 60):
+        rest.begin()
+        assert rest.until_s == clock.now_s + pause_s
+        clock.now_s += pause_s
+        assert rest.until_s is None
+    rest.forget()
+    rest.begin()
+    assert rest.until_s == clock.now_s + 1
 
 
 # Words

@@ -33,15 +33,7 @@ from manyhands.cluster.attempt import (
     order_of,
 )
 from manyhands.cluster.comparison import Deed, Verb, compare
-from manyhands.cluster.devices import cores_of
-from manyhands.cluster.environment import (
-    ATTEMPT,
-    HOST,
-    marker,
-    of_user,
-    rank_environments,
-    scrubbed,
-)
+from manyhands.cluster.environment import marks_of, of_user, rank_environments, scrubbed
 from manyhands.cluster.lease import Lease
 from manyhands.cluster.ledger import AlreadyBegun, Key, Ledger
 from manyhands.cluster.line import (
@@ -58,6 +50,7 @@ from manyhands.cluster.line import (
 from manyhands.cluster.messages import Hello, Origin, Phase, Slot, Status, Want, Wants
 from manyhands.cluster.office import Office
 from manyhands.cluster.processes import Strays, end_marked, marked
+from manyhands.cluster.rest import Rest
 from manyhands.cluster.uploads import LogSettled, Uploads
 from manyhands.cluster.wake import Wake
 
@@ -132,6 +125,7 @@ class Agent:
         self._reported: Status | None = None
         self._ended_s: dict[Key, float] = {}
         self._offered: set[Key] = set()  # attempts whose logs `Uploads` has
+        self._rest = Rest(self._lease.now_s)
         self._void_session = 0  # nothing of it, or of one before, counts any more
 
     def run(self) -> str:
@@ -166,20 +160,16 @@ class Agent:
 
     def _end_left(self) -> None:
         for key in self._ledger.left():
-            marks = self._marks(key)
+            marks = marks_of(key, self._host)
             keeper.signal_each(marked(marks), signal.SIGCONT)
             # Its keeper ends everything, also what has not our mark; unless it cannot.
             self._ledger.keeper_gone(key, KEEPER_PATIENCE_S)
             while (left := end_marked(marks, KEEPER_PATIENCE_S)) and not self._wake.stops:
                 log.warning("%s: processes %s cannot be killed; waiting for them", key, left)
                 self._wake.wait(self._lease.now_s() + KEEPER_PATIENCE_S)
-            folder = self._ledger.folder(key)
-            attempt = Attempt.left(key, self._host, folder, self._ledger.record(key))
-            self._attempts[key] = attempt
+            folder, record = self._ledger.folder(key), self._ledger.record(key)
+            self._attempts[key] = Attempt.left(key, self._host, folder, record)
             log.info("%s was left here by an agent before this one", key)
-
-    def _marks(self, key: Key) -> dict[str, str]:
-        return {ATTEMPT: marker(*key), HOST: self._host}
 
     # The loop
 
@@ -211,7 +201,7 @@ class Agent:
         times = [attempt.overdue_s for attempt in self._attempts.values()]
         times += [self._lease.until_s if self._lease.holds else None]
         times += [first_s if not self._cluster and self._origin is Origin.UP else None]
-        times += [self._leaving.until_s if self._leaving is not None else None]
+        times += [self._rest.until_s, self._leaving.until_s if self._leaving is not None else None]
         times += [
             self._ended_s[key] + LOGS_S
             for key, attempt in self._attempts.items()
@@ -333,7 +323,14 @@ class Agent:
         if attempt.orphaned:
             log.warning("%s: its keeper was killed", attempt.key)
         else:
-            self._uploads.end(attempt.key)
+            self._note_end(attempt)
+
+    def _note_end(self, attempt: Attempt) -> None:
+        self._uploads.end(attempt.key)
+        if attempt.never_ran:
+            self._rest.begin()
+        else:
+            self._rest.forget()
 
     def _bury_orphans(self) -> None:
         """What killed keepers left: children of nobody's in this process. Kill it, wait for it."""
@@ -343,7 +340,7 @@ class Agent:
             return
         for attempt in orphaned:
             attempt.bury()
-            self._uploads.end(attempt.key)
+            self._note_end(attempt)
 
     # What goes out
 
@@ -366,7 +363,8 @@ class Agent:
             for key, attempt in self._attempts.items()
             if key.cluster == self._cluster
         ]
-        return Status(agent=self._hello.agent, holdings=tuple(holdings))
+        rests = self._leaving is not None or self._rest.until_s is not None
+        return Status(agent=self._hello.agent, holdings=tuple(holdings), rests=rests)
 
     def _is_held_back(self, attempt: Attempt) -> bool:
         """Whether its end is not told yet, because its logs are still on their way."""
@@ -449,8 +447,13 @@ class Agent:
         except AlreadyBegun as error:
             return Attempt.lost(key, self._host, folder, str(error))
         except OSError as error:
-            return Attempt.lost(key, self._host, folder, f"cannot be begun on this host: {error}")
+            return self._unbegun(key, f"cannot be begun on this host: {error}")
         return attempt
+
+    def _unbegun(self, key: Key, why: str) -> Attempt:
+        log.warning("%s %s", key, why)
+        self._rest.begin()
+        return Attempt.lost(key, self._host, self._ledger.folder(key), why, never_ran=True)
 
     def _start(self, attempt: Attempt, want: Want) -> None:
         key, until_s = attempt.key, self._lease.until_s
@@ -458,26 +461,22 @@ class Agent:
         try:
             order = self._order(attempt, want, until_s)
             lock = self._ledger.keeper_lock(key)
-            attempt.start(order, {**self._base, **self._marks(key)}, lock)
+            attempt.start(order, {**self._base, **marks_of(key, self._host)}, lock)
         except OSError as error:
             attempt.close()
-            self._attempts[key] = Attempt.lost(
-                key, self._host, attempt.folder, f"cannot be started on this host: {error}"
-            )
+            self._attempts[key] = self._unbegun(key, f"cannot be started on this host: {error}")
             return
         self._wake.watch(attempt.fileno(), attempt)
         self._offer(attempt)
 
     def _order(self, attempt: Attempt, want: Want, until_s: float) -> keeper.Order:
-        identity, by_index = self._identity, {slot.index: slot for slot in self._slots}
-        marks = self._marks(attempt.key)
-        environments = rank_environments(self._base, sys.executable, marks, want, self._slots)
+        identity, marks = self._identity, marks_of(attempt.key, self._host)
         owner = None if identity is None else identity.owner
         workdir = want.task.spec.workdir or str(self._ledger.work_folder(attempt.key, owner))
         return order_of(
             want,
-            environments,
-            {rank: cores_of(by_index[index].device) for rank, index in want.task.ranks},
+            rank_environments(self._base, sys.executable, marks, want, self._slots),
+            self._slots,
             folder=attempt.folder,
             workdir=workdir,
             lease_until_s=until_s,

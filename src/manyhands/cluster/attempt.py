@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 
@@ -15,9 +16,10 @@ import msgspec
 
 from manyhands.cluster import keeper
 from manyhands.cluster.comparison import Held
+from manyhands.cluster.devices import cores_of
 from manyhands.cluster.job import Failure
 from manyhands.cluster.ledger import Key, Record, decoded_record, read_record
-from manyhands.cluster.messages import Holding, Phase, RankEnd, Want
+from manyhands.cluster.messages import Holding, Phase, RankEnd, Slot, Want
 from manyhands.cluster.words import words_of
 
 KEEPER_PATIENCE_S = 10.0
@@ -25,7 +27,6 @@ KEEPER_PATIENCE_S = 10.0
 AGENT_STOPPED = "the agent was stopped"
 AGENT_KILLED = "the agent was killed"
 KEEPER_KILLED = "the keeper was killed"
-SIGNALLED = "its processes were asked to end, by somebody on this host"
 LEASE_ENDED = "the lease ended: the coordinator did not answer"
 _SCRIPT = os.path.abspath(keeper.__file__)
 
@@ -41,6 +42,8 @@ class Attempt:
         """Its keeper was killed: what it had kept is the agent's now."""
         self.overdue_s: float | None = None
         """When a keeper that was told to end is to be gone."""
+        self.never_ran = False
+        """This host had no room for it, or for all its ranks."""
         self.log_settled = False
         self.logs: dict[int, Path] = {}
         self._own_will = ""
@@ -53,9 +56,12 @@ class Attempt:
         self._record = Record()
 
     @classmethod
-    def lost(cls, key: Key, host: str, folder: Path, why: str) -> Attempt:
-        """One that cannot be begun, or of which the end was not seen."""
+    def lost(
+        cls, key: Key, host: str, folder: Path, why: str, *, never_ran: bool = False
+    ) -> Attempt:
+        """One that cannot be begun."""
         attempt = cls(key, host, folder)
+        attempt.never_ran = never_ran
         attempt._end(why)
         return attempt
 
@@ -178,6 +184,7 @@ class Attempt:
             self._note(on_disk)
         if self._record.done:
             self._end(self._reason())
+            self.never_ran = self._record.cause == "error"
         else:
             self.orphaned = True
             groups = on_disk.groups or self._record.groups  # parts of a record have none
@@ -188,6 +195,7 @@ class Attempt:
         """What a killed keeper left is gone too."""
         assert self.orphaned
         self.orphaned = False
+        self.never_ran = self._record == Record()  # it died before it had begun
         # One that broke by itself has said why in its log, which goes with the folder.
         said = words_of(self.folder / "keeper.log").splitlines()[-1:]
         self._end(self._reason() or ": ".join([KEEPER_KILLED, *said]))
@@ -232,6 +240,7 @@ class Attempt:
                 words=self._words or "",
             ),
             lost=self._lost,
+            free=self.never_ran or self._lost == AGENT_STOPPED,
         )
 
     def _reason(self) -> str:
@@ -240,7 +249,8 @@ class Attempt:
             "lease": LEASE_ENDED,
             "agent": AGENT_KILLED,
             "error": self._record.error,
-            "signal": self._own_will or SIGNALLED,
+            # Most likely the agent was asked as well, and will see it in a moment.
+            "signal": self._own_will or AGENT_STOPPED,
             "stop": self._own_will,
         }
         return reasons.get(self._record.cause, "")
@@ -292,14 +302,16 @@ class Attempt:
 def order_of(
     want: Want,
     environments: dict[int, dict[str, str]],
-    cores: dict[int, list[int]],
+    slots: Sequence[Slot],
     *,
     folder: Path,
     workdir: str,
     lease_until_s: float,
     user: keeper.User | None,
 ) -> keeper.Order:
-    """What the keeper is to run. `cores` by rank."""
+    """What the keeper is to run. `slots` are all of the host's."""
+    device = {slot.index: slot.device for slot in slots}
+    cores = {rank: cores_of(device[index]) for rank, index in want.task.ranks}
     return keeper.Order(
         command=list(want.task.spec.command),
         workdir=workdir,

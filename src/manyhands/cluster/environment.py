@@ -36,6 +36,11 @@ def marker(cluster: str, job: int, attempt: int) -> str:
     return f"{cluster}/{job}/{attempt}"
 
 
+def marks_of(key: tuple[str, int, int], host: str) -> dict[str, str]:
+    """What every process of an attempt has in its environment, and is known by."""
+    return {ATTEMPT: marker(*key), HOST: host}
+
+
 def scrubbed(environment: Mapping[str, str], secrets: Collection[str] = ()) -> dict[str, str]:
     """Without what is ours, or meant for the agent alone, and without any variable that has a join
     code or one of `secrets`.

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from manyhands.cluster.lease import Lease
 from manyhands.cluster.messages import Hello, Origin, Status, Wants, Welcome
 from manyhands.cluster.office import (
@@ -245,7 +247,7 @@ class Line:
         if self._closing or self._broken:
             return
         asked_s = self._lease.now_s()
-        office.status(self._hello.host, status)
+        office.status(self._hello.host, msgspec.structs.replace(status, number=number))
         self._renew(asked_s)
         with self._changed:
             self._connected = not self._broken

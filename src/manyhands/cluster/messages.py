@@ -115,6 +115,9 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """Of the first that failed here by itself, not because it was told to end."""
     lost: str = ""
     """Why the agent cannot tell how it ended (it was killed itself, say): a node failure."""
+    free: bool = False
+    """That it is lost is not to be counted among its restarts: no process of it was ever started,
+    or somebody stopped the agent on purpose."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +125,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     agent: str
     holdings: tuple[Holding, ...] = ()
+    number: int = 0
+    """Grows with every one that this agent sends, where it is not 0: an older one that arrives
+    late says what was true once."""
+    rests: bool = False
+    """It can begin nothing now (its disk is full, say, or it is about to leave): give it nothing
+    new."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
