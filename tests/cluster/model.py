@@ -12,10 +12,10 @@ LEASE_S, MARGIN_S = 10.0, 3.0
 
 
 def hello(host="a", *, agent="agent-1", slots=2, **changes):
+    """Of an agent in the one state folder of this host, unless `folder` names another."""
     made = tuple(Slot(i, Kind.CPU, f"{i}") for i in range(slots))
-    return Hello(
-        version="0", host=host, agent=agent, address=f"{host}.test", slots=made, pid=1, **changes
-    )
+    given = {"address": f"{host}.test", "folder": f"{host}-folder", **changes}
+    return Hello(version="0", host=host, agent=agent, slots=made, pid=1, **given)
 
 
 def first_come(now_s, hosts, entries):

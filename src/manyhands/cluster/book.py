@@ -65,7 +65,8 @@ class Book:
         hub: Callable[[int], tuple[str, str]] = no_hub,
     ) -> None:
         self.decide = decide
-        self.patience_s = lease_s + margin_s
+        self.lease_s = lease_s
+        self.margin_s = margin_s
         self.waits: Mapping[int, str] = {}
         self.is_leaving = False
         self.is_stale = True
@@ -76,10 +77,11 @@ class Book:
         self._version = version
         self._jobs = Jobs(jobs, next_id)
         self._hosts = {
-            row.hello.host: Host(row.hello, now_s, inherited=set(row.inherited)) for row in hosts
+            row.hello.host: Host(row.hello, now_s, row.lease_s, inherited=set(row.inherited))
+            for row in hosts
         }
         self._stirred: set[str] = set(self._hosts)
-        self._hosts_before: dict[str, tuple[Host, Hello] | None] = {}
+        self._hosts_before: dict[str, tuple[Host, Hello, float] | None] = {}
 
     # -- what is asked ---------------------------------------------------------------------------
 
@@ -103,16 +105,7 @@ class Book:
     def nodes(self) -> Sequence[Node]:
         """All hosts, by name."""
         return [
-            Node(
-                name=name,
-                address=host.hello.address,
-                state=host.state(leaving=self.is_leaving),
-                slots=host.hello.slots,
-                origin=host.hello.origin,
-                heard_s=host.heard_s,
-                busy={str(slot): id for slot, id in sorted(self._busy(name).items())},
-                version=host.hello.version,
-            )
+            host.node(self._busy(name), leaving=self.is_leaving)
             for name, host in sorted(self._hosts.items())
         ]
 
@@ -133,7 +126,7 @@ class Book:
     def next_due_s(self) -> float | None:
         """When there is something to do, if nothing happens before."""
         due = [
-            host.heard_s + self.patience_s
+            self._until_s(host)
             if host.silent_since_s is None
             else host.silent_since_s + FORGET_S
             for name, host in self._hosts.items()
@@ -199,15 +192,15 @@ class Book:
         if old is None and len(self._hosts) >= MAX_HOSTS:
             raise BadReport(f"the cluster has {MAX_HOSTS} hosts, and takes no more")
         if old is not None and old.hello.agent == hello.agent:
-            if old.hello != hello:
+            if old.hello != hello or old.lease_s < self.lease_s:
                 self._remember(name)
-                old.hello = hello
+                old.hello, old.lease_s = hello, max(old.lease_s, self.lease_s)
             old.heard(now_s)
         else:
-            if old is not None and not old.is_broken and now_s < old.heard_s + self.patience_s:
+            if old is not None and not self._is_left(old, hello, now_s):
                 raise HostTaken(name)
             self._remember(name)
-            self._hosts[name] = host = Host(hello, now_s, is_broken=False)
+            self._hosts[name] = host = Host(hello, now_s, self.lease_s, is_broken=False)
             if old is not None:
                 # It has ended what an agent before it left; of some it may still know how.
                 host.fresh = set(old.fresh)
@@ -274,7 +267,7 @@ class Book:
     def watch(self, now_s: float) -> None:
         """Find who has been silent for too long, and what has run for too long."""
         for name, host in list(self._hosts.items()):
-            if host.silent_since_s is None and now_s >= host.heard_s + self.patience_s:
+            if host.silent_since_s is None and now_s >= self._until_s(host):
                 host.fall_silent(now_s)
                 self.is_stale = True
             elif host.silent_since_s is not None and now_s >= host.silent_since_s + FORGET_S:
@@ -349,7 +342,8 @@ class Book:
             if before is None:
                 self._hosts.pop(name, None)
             else:
-                self._hosts[name], self._hosts[name].hello = before
+                host, host.hello, host.lease_s = before
+                self._hosts[name] = host
             self._stirred.add(name)
         self._hosts_before = {}
         self.is_stale = True
@@ -360,7 +354,8 @@ class Book:
 
     def _remember(self, name: str) -> None:
         host = self._hosts.get(name)
-        self._hosts_before.setdefault(name, None if host is None else (host, host.hello))
+        before = None if host is None else (host, host.hello, host.lease_s)
+        self._hosts_before.setdefault(name, before)
 
     def _forget(self, name: str) -> None:
         if not self._jobs.on(name):
@@ -441,6 +436,19 @@ class Book:
         return self._put(moved(job, into, reason, exit_code=code, **end), now_s)
 
     # -- slots, and what is wanted of hosts --------------------------------------------------------
+
+    def _until_s(self, host: Host) -> float:
+        """Until when its agent may have processes, if it is not heard again."""
+        return host.heard_s + max(host.lease_s, self.lease_s) + self.margin_s
+
+    def _is_left(self, host: Host, hello: Hello, now_s: float) -> bool:
+        """Whether nothing of what its agent was given runs any more, now that this one comes.
+
+        One of the same folder has ended all of it. Another may be on another machine that has the
+        same name.
+        """
+        is_same_folder = hello.folder != "" and hello.folder == host.hello.folder
+        return now_s >= self._until_s(host) or (host.is_broken and is_same_folder)
 
     def _parts(self, job: Job) -> Sequence[part.Part]:
         return [part.part_of(job, place.host, self._hosts.get(place.host)) for place in job.places]

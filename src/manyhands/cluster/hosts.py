@@ -57,13 +57,15 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class Host:
-    """One host. Changed only by the book.
+    """One host, as one agent holds it. Changed only by the book.
 
     The sets hold what is certain: an attempt that is in none of them may have been given out.
     """
 
     hello: Hello
     heard_s: float
+    lease_s: float
+    """The longest that this agent was ever promised: it may count by this one."""
     held: dict[Key, Holding] = field(default_factory=dict[Key, Holding])
     """The newest that its agent said of each attempt that is wanted here."""
     inherited: set[Key] = field(default_factory=set[Key])
@@ -110,7 +112,22 @@ class Host:
 
     def row(self) -> HostRow:
         """What has to outlive the coordinator."""
-        return HostRow(hello=self.hello, inherited=tuple(sorted(self.inherited)))
+        return HostRow(
+            hello=self.hello, inherited=tuple(sorted(self.inherited)), lease_s=self.lease_s
+        )
+
+    def node(self, busy: Mapping[int, int], *, leaving: bool) -> Node:
+        """As users see it; `busy` says which job has which slot."""
+        return Node(
+            name=self.name,
+            address=self.hello.address,
+            state=self.state(leaving=leaving),
+            slots=self.hello.slots,
+            origin=self.hello.origin,
+            heard_s=self.heard_s,
+            busy={str(slot): id for slot, id in sorted(busy.items())},
+            version=self.hello.version,
+        )
 
     def heard(self, now_s: float) -> None:
         """Its agent has spoken."""
@@ -234,10 +251,14 @@ def check_hello(hello: Hello) -> None:
             f"the agent speaks version {hello.protocol} of the protocol, and we {PROTOCOL}",
             hint="install the same version of manyhands on both machines",
         )
-    for what, name in (("host", hello.host), ("agent", hello.agent)):
+    for what, name in (
+        ("host", hello.host),
+        ("agent", hello.agent),
+        ("folder", hello.folder or "none"),
+    ):
         if re.fullmatch(NAME, name) is None:
             raise BadReport(
-                f"{name[:80]!r} cannot be the name of an {what}".replace("an host", "a host"),
+                f"{name[:80]!r} cannot be the name of {'an' if what == 'agent' else 'a'} {what}",
                 hint="at most 64 letters, digits, '.', '_' and '-'; the first a letter or a digit",
             )
     if re.fullmatch(r"[A-Za-z0-9:._%-]{1,255}", hello.address) is None:

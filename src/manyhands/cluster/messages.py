@@ -65,6 +65,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[Slot, ...]
     pid: int
     origin: Origin = Origin.USER
+    folder: str = ""
+    """Drawn once for the folder in which the agent keeps its state, which one agent holds at a
+    time. Another agent of the same folder has ended what the one before it left; another agent of
+    another folder may be on another machine, and knows nothing of it.
+    """
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
