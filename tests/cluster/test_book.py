@@ -211,6 +211,7 @@ def test_what_ended_before_it_was_told_to_has_ended_first(end, state, told):
 @pytest.mark.parametrize("why", ["preempted", "node failure", "failure", "time"])
 def test_cancel_wins_over_every_other_end(pair, why):
     if why == "preempted":
+        pair.submit(1, priority=Priority.HIGH)
         pair.book.adopt(Decisions(preempt=((1, 2),)), pair.now_s)
     elif why == "node failure":
         pair.status("b", ended([], lost="the keeper was killed"))
@@ -247,7 +248,7 @@ def test_the_time_limit():
 def test_preemption_requeues_and_does_not_count_as_a_restart(pair):
     for number in (1, 2, 3):
         pair.submit(1, priority=Priority.HIGH)
-        pair.book.adopt(Decisions(preempt=((1, 2),)), pair.now_s)
+        pair.book.adopt(Decisions(preempt=((1, number + 1),)), pair.now_s)
         pair.keep()
         assert pair.job().state is State.RUNNING
         for host in "ab":
@@ -256,11 +257,19 @@ def test_preemption_requeues_and_does_not_count_as_a_restart(pair):
         pair.status("a", held(1, attempt, Phase.ENDED, exits=[(0, 0), (1, 143)]))
         pair.status("b", held(1, attempt, Phase.ENDED, exits=[(2, 0)]))
         assert pair.states[-2:] == ["PREEMPTED", "PENDING"]
-        assert "makes room for job 2" in pair.job().reason
+        assert f"makes room for job {number + 1}" in pair.job().reason
         pair.run("a", "b")
         assert (pair.job().attempt, pair.job().preemptions) == (number, number)
         pair.cancel(number + 1)
     assert pair.job().node_failures == 0
+
+
+def test_nobody_ends_for_a_job_that_needs_no_room_any_more(pair):
+    """The schedule decides while others act: its winner may be cancelled by then."""
+    pair.submit(1, priority=Priority.HIGH)
+    pair.cancel(2)
+    pair.book.adopt(Decisions(preempt=((1, 2), (1, 99), (1, 1))), pair.now_s)
+    assert pair.job().ending is None
 
 
 # -- the schedule, and changes that could not be stored ------------------------------------------

@@ -326,8 +326,8 @@ def test_silence_is_noticed_without_anybody_asking(path):
     with coordinator(path, lease_s=0.2, margin_s=0.1) as office:
         office.hello(hello("a"))
         office.submit(Spec(command=("run",), max_restarts=0))
-        # Heard until it has the job, however slow this machine is, and then never again.
-        while State.STARTING not in [step.state for step in office.history(1)]:
+        # Heard until it is told of the job, however slow this machine is, and then never again.
+        while not office.wants("a", "agent-1", -1, 0.0).wants:
             office.status("a", Status(agent="agent-1"))
             office.wait(1, 0.05)
         job = office.wait(1, LONG_S)

@@ -68,8 +68,8 @@ def what_is_not_reported_is_gone(patch):
     """An attempt that an agent was told of, and has not spoken of, is taken for gone."""
     real = part.part_of
 
-    def part_of(job, name, host):
-        found = real(job, name, host)
+    def part_of(job, place, host):
+        found = real(job, place, host)
         silent = found.holding is None and job.ending is not None
         return found._replace(is_gone=found.is_gone or silent)
 
@@ -80,8 +80,8 @@ def ready_is_gone(patch):
     """An attempt without a process is taken for one that will never have any."""
     real = part.part_of
 
-    def part_of(job, name, host):
-        found = real(job, name, host)
+    def part_of(job, place, host):
+        found = real(job, place, host)
         ready = found.holding is not None and found.holding.phase is Phase.READY
         return found._replace(is_gone=found.is_gone or (ready and job.ending is not None))
 
@@ -114,7 +114,7 @@ def stopped_is_succeeded(patch):
     patch.setattr(
         part,
         "part_of",
-        lambda job, name, host: real(job, name, host)._replace(is_untold=True),
+        lambda job, place, host: real(job, place, host)._replace(is_untold=True),
     )
 
 

@@ -14,7 +14,7 @@ that could not be stored (`undo`) is found again by the next `watch`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -25,12 +25,12 @@ from manyhands.cluster.errors import (
     KeyTaken,
     NoSuchJob,
     NotAHost,
-    Unplaceable,
 )
-from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status
+from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_slots, check_status
 from manyhands.cluster.job import PLACED, Ending, Failure, Job, Place, Spec, State, moved, noted
 from manyhands.cluster.jobs import Changes, HostRow, Jobs
-from manyhands.cluster.messages import Hello, Origin, Status, Wants
+from manyhands.cluster.messages import Hello, Status, Wants
+from manyhands.cluster.question import question
 from manyhands.cluster.schedule import Decisions, Entry
 from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
@@ -73,6 +73,7 @@ class Book:
         """Whether anything happened that the schedule should look at."""
         self._asked_s = now_s
         self._promised_s = math.inf
+        self._again_s = math.inf
         self._hub = hub
         self._version = version
         self._jobs = Jobs(jobs, next_id)
@@ -110,25 +111,14 @@ class Book:
         ]
 
     def lingering(self) -> tuple[Sequence[int], Sequence[str]]:
-        """Jobs that still have slots, and hosts that have not been told to leave.
-
-        A user's agent that has hung up need not be told: it is gone, or stays and dials anyway.
-        """
-        hosts = [
-            name
-            for name, host in sorted(self._hosts.items())
-            if host.silent_since_s is None
-            and not host.is_dismissed
-            and not (host.is_broken and host.hello.origin is Origin.USER)
-        ]
+        """Jobs that still have slots, and hosts that have not been told to leave."""
+        hosts = [name for name, host in sorted(self._hosts.items()) if host.lingers]
         return [job.id for job in self.placed], hosts
 
     def next_due_s(self) -> float | None:
         """When there is something to do, if nothing happens before."""
         due = [
-            self._until_s(host)
-            if host.silent_since_s is None
-            else host.silent_since_s + FORGET_S
+            self._until_s(host) if host.silent_since_s is None else host.silent_since_s + FORGET_S
             for name, host in self._hosts.items()
             if host.silent_since_s is None or not self._jobs.on(name)
         ]
@@ -137,8 +127,10 @@ class Book:
             for job in self.placed
             if job.ending is None and job.spec.time_s is not None and job.started_s is not None
         ]
-        if self._asked_s < self._promised_s < math.inf:
-            due.append(self._promised_s)
+        due += [due_s for due_s, name, _ in self._overdue() if not self._hosts[name].evicted]
+        due += [
+            at_s for at_s in (self._promised_s, self._again_s) if self._asked_s < at_s < math.inf
+        ]
         return min(due, default=None)
 
     # -- users -----------------------------------------------------------------------------------
@@ -155,7 +147,7 @@ class Book:
             if known.spec != spec:
                 raise KeyTaken(key, known.id)
             return known, False
-        self._check_slots(spec)
+        check_slots(spec.gpus, self._hosts)
         job = Job(id=self._jobs.next_id, spec=spec, key=key, reason="submitted", submitted_s=now_s)
         self._jobs.next_id += 1
         return self._put(job, now_s), True
@@ -192,10 +184,12 @@ class Book:
         if old is None and len(self._hosts) >= MAX_HOSTS:
             raise BadReport(f"the cluster has {MAX_HOSTS} hosts, and takes no more")
         if old is not None and old.hello.agent == hello.agent:
+            if old.evicted and old.silent_since_s is None:
+                raise HostTaken(name, why=f"was given up: it {old.evicted}")
             if old.hello != hello or old.lease_s < self.lease_s:
                 self._remember(name)
                 old.hello, old.lease_s = hello, max(old.lease_s, self.lease_s)
-            old.heard(now_s)
+            self._hear(old, now_s)
         else:
             if old is not None and not self._is_left(old, hello, now_s):
                 raise HostTaken(name)
@@ -214,35 +208,38 @@ class Book:
         """An agent says all that it holds. Raises BadReport, NotAHost."""
         check_status(status)
         host = self.host(name, status.agent, now_s)
-        was_usable, ports = host.is_usable, host.ports()
-        host.take(status, self._wanted(name))
+        was_usable, ports, wanted = host.is_usable, host.ports(), self._wanted(name)
+        changed = host.take(status, wanted)
         self.is_stale = self.is_stale or host.is_usable != was_usable
         has_new_port = host.ports() != ports
-        for job in self._jobs.on(name):
+        for key in changed:  # most say what was said before: a gang's hosts are many
+            job = wanted[key]
             if has_new_port and job.places[0].host == name:  # it is what all of them wait for
                 self._stirred.update(place.host for place in job.places)
             self._settle(job.id, now_s)
 
     def host(self, name: str, agent: str, now_s: float) -> Host:
         """The host, which this agent holds and has just spoken for. Raises NotAHost."""
-        host = self._hosts.get(name)
-        if host is None or host.hello.agent != agent:
-            raise NotAHost(name)
-        host.heard(now_s)
+        host = self._held_by(name, agent)
+        self._hear(host, now_s)
         return host
 
+    def _hear(self, host: Host, now_s: float) -> None:
+        before = (host.is_usable, host.silent_since_s is None)
+        host.heard(now_s)
+        self.is_stale = self.is_stale or before != (host.is_usable, True)
+
     def broke(self, name: str, agent: str) -> None:
-        """The line to this agent has ended: another may come for its host."""
+        """The line to this agent has ended: another may come for its host, which is given nothing
+        new before it is heard again.
+        """
         host = self._hosts.get(name)
         if host is not None and host.hello.agent == agent:
             host.is_broken = True
 
     def wants(self, name: str, agent: str) -> Wants:
         """What this agent is to hold, without telling it. Raises NotAHost."""
-        host = self._hosts.get(name)
-        if host is None or host.hello.agent != agent:
-            raise NotAHost(name)
-        return host.wants
+        return self._held_by(name, agent).wants
 
     def tell(self, name: str) -> Wants:
         """What the agent is to hold; from now on it may act on it."""
@@ -272,6 +269,10 @@ class Book:
                 self.is_stale = True
             elif host.silent_since_s is not None and now_s >= host.silent_since_s + FORGET_S:
                 self._forget(name)
+        for due_s, name, why in self._overdue():
+            if now_s >= due_s and not self._hosts[name].evicted:
+                self._hosts[name].evict(why)
+                self.is_stale = True
         for job in self.placed:
             if self.is_leaving and job.ending is None:
                 self._end(job, State.PREEMPTED, "the cluster was taken down", now_s)
@@ -280,32 +281,22 @@ class Book:
     def ask(self, now_s: float) -> tuple[Sequence[Offer], Sequence[Entry]]:
         """What the schedule is to decide on."""
         self.is_stale, self._asked_s = False, now_s
-        offers = [
-            Offer(name, tuple(slot.index for slot in host.hello.slots))
-            for name, host in sorted(self._hosts.items())
-            if host.is_usable and not self.is_leaving
-        ]
-        entries = [
-            Entry(
-                id=job.id,
-                slots=job.spec.gpus,
-                priority=job.spec.priority,
-                queued_s=job.submitted_s,
-                limit_s=job.spec.time_s,
-                grace_s=job.spec.grace_s,
-                places=job.places,
-                started_s=job.started_s,
-                ending=job.ending is not None,
-                ending_s=None if job.ending is None else job.ending.since_s,
-            )
-            for job in self.live
-        ]
-        return offers, entries
+        asked = question(
+            {} if self.is_leaving else self._hosts,
+            self.live,
+            self._busy,
+            now_s=now_s,
+            patience_s=self.lease_s + self.margin_s,
+        )
+        self._again_s = asked.again_s
+        return asked.hosts, asked.entries
 
     def adopt(self, decisions: Decisions, now_s: float) -> None:
         """Do what was decided, as far as it still holds: things may have changed meanwhile."""
         for victim, winner in decisions.preempt:
-            job = self._jobs.live.get(victim)
+            job, other = self._jobs.live.get(victim), self._jobs.live.get(winner)
+            if other is None or other.state is not State.PENDING:
+                continue  # it is over, or has found room: nobody has to end for it
             if job is not None and job.state in PLACED and job.ending is None:
                 self._end(job, State.PREEMPTED, f"makes room for job {winner}", now_s)
                 self._settle(victim, now_s)
@@ -437,9 +428,22 @@ class Book:
 
     # -- slots, and what is wanted of hosts --------------------------------------------------------
 
+    def _held_by(self, name: str, agent: str) -> Host:
+        host = self._hosts.get(name)
+        if host is None or host.hello.agent != agent or host.evicted:
+            raise NotAHost(name)
+        return host
+
     def _until_s(self, host: Host) -> float:
         """Until when its agent may have processes, if it is not heard again."""
         return host.heard_s + max(host.lease_s, self.lease_s) + self.margin_s
+
+    def _overdue(self) -> Iterator[tuple[float, str, str]]:
+        """When a host is late, which, and with what: see part.overdue."""
+        lease_s = self.lease_s + self.margin_s
+        for job in self.placed:
+            if job.ending is not None or job.state is State.STARTING:
+                yield from part.overdue(job, self._parts(job), self._hosts, lease_s)
 
     def _is_left(self, host: Host, hello: Hello, now_s: float) -> bool:
         """Whether nothing of what its agent was given runs any more, now that this one comes.
@@ -448,10 +452,11 @@ class Book:
         same name.
         """
         is_same_folder = hello.folder != "" and hello.folder == host.hello.folder
-        return now_s >= self._until_s(host) or (host.is_broken and is_same_folder)
+        is_gone = host.is_broken or host.evicted != ""
+        return now_s >= self._until_s(host) or (is_gone and is_same_folder)
 
     def _parts(self, job: Job) -> Sequence[part.Part]:
-        return [part.part_of(job, place.host, self._hosts.get(place.host)) for place in job.places]
+        return [part.part_of(job, place, self._hosts.get(place.host)) for place in job.places]
 
     def _busy(self, name: str) -> dict[int, int]:
         return {
@@ -476,15 +481,6 @@ class Book:
             if not free.issuperset(place.slots):
                 return False
         return True
-
-    def _check_slots(self, spec: Spec) -> None:
-        has = {name: len(host.hello.slots) for name, host in sorted(self._hosts.items())}
-        if spec.gpus > sum(has.values()):
-            shown = [f"{name} has {count}" for name, count in list(has.items())[:8]]
-            if len(has) > len(shown):
-                shown.append(f"{len(has) - len(shown)} more hosts")
-            what = ", ".join(shown) or "no host has joined it"
-            raise Unplaceable(spec.gpus, sum(has.values()), what)
 
     def _wanted(self, name: str) -> dict[Key, Job]:
         return {(job.id, job.attempt): job for job in self._jobs.on(name)}

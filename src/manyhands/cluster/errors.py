@@ -70,12 +70,14 @@ class KeyTaken(ClusterError):
 
 
 class HostTaken(ClusterError):
-    """Another agent holds this host, and is alive."""
+    """Another agent holds this host, and is alive; or this one was given up, which `why` says."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, why: str = "") -> None:
         super().__init__(
-            f"host {host} is held by another agent",
-            hint="end that agent first, or give this one another name with --name",
+            f"host {host} {why or 'is held by another agent'}",
+            hint="it may come back when its lease is over"
+            if why
+            else "end that agent first, or give this one another name with --name",
         )
         self.host = host
 

@@ -7,13 +7,13 @@ sense; it can say nothing about another host's part of a job. Nothing here has a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
 import msgspec
 
-from manyhands.cluster.errors import BadReport
+from manyhands.cluster.errors import BadReport, Unplaceable
 from manyhands.cluster.job import MAX_SLOTS, NAME, Job
 from manyhands.cluster.jobs import HostRow
 from manyhands.cluster.messages import (
@@ -45,7 +45,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     state: str
     """here; silent (beyond its lease); expected (known from before, not heard yet); clearing (it
-    still has processes of an attempt that is over); leaving."""
+    still has processes of an attempt that is over); stuck (it talks, and does not do what it is
+    asked to: it is given up); leaving."""
     slots: tuple[Slot, ...]
     origin: Origin
     heard_s: float
@@ -84,7 +85,16 @@ class Host:
     silent_since_s: float | None = None
     is_dismissed: bool = False
     """Whether its agent has been told to leave."""
+    evicted: str = ""
+    """Why its agent, which talks, is not listened to any more until its lease is over."""
+    unready_s: float | None = None
+    """Since when it could not be given anything, as far as the schedule was asked."""
+    since_s: float = 0.0
+    """Since when it has been there: its agent came, or was heard after a silence."""
     wants: Wants = NOTHING
+
+    def __post_init__(self) -> None:
+        self.since_s = self.heard_s
 
     @property
     def name(self) -> str:
@@ -94,17 +104,32 @@ class Host:
     @property
     def is_usable(self) -> bool:
         """Whether it may be given something new."""
-        return self.has_reported and not self.has_debris and self.silent_since_s is None
+        return (
+            self.has_reported
+            and not self.has_debris
+            and not self.is_broken
+            and self.silent_since_s is None
+        )
 
     def state(self, *, leaving: bool) -> str:
         """In one word, for people: see Node."""
         if self.silent_since_s is not None:
             return "silent"
+        if self.evicted:
+            return "stuck"
         if leaving:
             return "leaving"
         if not self.has_reported:
             return "expected"
         return "clearing" if self.has_debris else "here"
+
+    @property
+    def lingers(self) -> bool:
+        """Whether it has still to be told to leave. A user's agent that has hung up need not be:
+        it is gone, or stays and dials anyway.
+        """
+        is_off = self.is_broken and self.hello.origin is Origin.USER
+        return self.silent_since_s is None and not self.is_dismissed and not is_off
 
     def ports(self) -> dict[Key, int]:
         """Where rank 0 of each attempt is to listen, if that is here."""
@@ -132,7 +157,9 @@ class Host:
     def heard(self, now_s: float) -> None:
         """Its agent has spoken."""
         self.heard_s = max(self.heard_s, now_s)
-        self.silent_since_s = None
+        if self.silent_since_s is not None:
+            self.since_s, self.silent_since_s = now_s, None
+            self.evicted, self.unready_s = "", None
         self.is_broken = False
 
     def fall_silent(self, now_s: float) -> None:
@@ -140,6 +167,11 @@ class Host:
         self.silent_since_s = now_s
         self.has_reported = False
         self.is_broken = True
+
+    def evict(self, why: str) -> None:
+        """Listen to its agent no more: then its lease ends, and with that what it runs."""
+        self.evicted = why
+        self.has_reported = False
 
     def prune(self, wanted: Mapping[Key, Job]) -> None:
         """Forget every attempt but these."""
@@ -157,12 +189,15 @@ class Host:
         """
         return job.ending is not None or key in self.inherited
 
-    def take(self, status: Status, wanted: Mapping[Key, Job]) -> None:
-        """Believe what the agent says it holds, as far as it is wanted and makes sense.
+    def take(self, status: Status, wanted: Mapping[Key, Job]) -> Collection[Key]:
+        """Believe what the agent says it holds, as far as it is wanted and makes sense. Returns the
+        attempts of which something is known that was not: all, if it is its first word.
 
         Messages may overtake each other: an attempt never goes backwards, and one that the agent
         has had does not vanish while it is wanted.
         """
+        before = dict(self.held) if self.has_reported else {}
+        changed = set[Key]() if self.has_reported else set(wanted)
         self.has_reported = True
         self.has_debris = any(
             holding.phase is not Phase.ENDED and (holding.job, holding.attempt) not in wanted
@@ -176,6 +211,9 @@ class Host:
             if believed is not None:
                 self.fresh.discard(key)
                 self.held[key] = newer(self.held.get(key), believed)
+                if self.held[key] != before.get(key):
+                    changed.add(key)
+        return sorted(changed)
 
     def tell(self, leaving: bool) -> Wants:
         """What to answer its agent; from here on it may have heard it."""
@@ -271,6 +309,17 @@ def check_hello(hello: Hello) -> None:
         raise BadReport(f"a text of more than {MAX_TEXT} characters, or one that cannot be stored")
     if not 0 <= hello.pid < 2**31:
         raise BadReport(f"{hello.pid} cannot be the number of a process")
+
+
+def check_slots(wanted: int, hosts: Mapping[str, Host]) -> None:
+    """Raises Unplaceable if all of them together do not have so many."""
+    has = {name: len(host.hello.slots) for name, host in sorted(hosts.items())}
+    if wanted > sum(has.values()):
+        shown = [f"{name} has {count}" for name, count in list(has.items())[:8]]
+        if len(has) > len(shown):
+            shown.append(f"{len(has) - len(shown)} more hosts")
+        what = ", ".join(shown) or "no host has joined it"
+        raise Unplaceable(wanted, sum(has.values()), what)
 
 
 def check_status(status: Status) -> None:
