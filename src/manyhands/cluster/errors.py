@@ -15,6 +15,8 @@ ManyhandsError
     └── StoreError           the store of jobs cannot be read or written
         ├── StoreHeld        another coordinator has it
         ├── StoreFull        no room on the disk: nothing of this change was kept
+        ├── StoreBusy        somebody else has the file locked: nothing was kept either
+        ├── StoreRefused     the change contradicts what is stored
         └── Fenced           another coordinator took the store over; this one must end
 """
 
@@ -127,6 +129,20 @@ class StoreFull(StoreError):
             f"no room for {path}: the change was not made",
             hint="free some space on that disk, then try again",
         )
+
+
+class StoreBusy(StoreError):
+    """Somebody else has the file locked. Nothing of the change was kept; it may be tried again."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(
+            f"{path} is locked by another program: the change was not made",
+            hint="end what has it open (a database shell, a backup), then try again",
+        )
+
+
+class StoreRefused(StoreError):
+    """The change contradicts what is stored; nothing of it was kept."""
 
 
 class Fenced(StoreError):
