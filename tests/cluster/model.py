@@ -57,17 +57,27 @@ class Agent:
     host: str
     name: str
     num_slots: int
+    machine: str
+    """Where it is: two may have the same name of a host."""
     parts: dict[tuple[int, int], Part] = field(default_factory=dict)
     wants: Wants | None = None
     is_welcome: bool = False
+    lease_s: float = LEASE_S
     until_s: float | None = None
     kill_s: float | None = None
+    is_hung: bool = False
+    """It does nothing any more; its other threads talk on, and repeat `frozen`."""
+    frozen: Status | None = None
+    is_deaf: bool = False
+    """It does not ask any more what is wanted; it says what it holds."""
 
     def holds_lease(self, now_s):
         return self.until_s is not None and now_s < self.until_s
 
     def answered(self, sent_s, now_s):
-        until_s = sent_s + LEASE_S
+        if self.is_hung:
+            return  # its keepers hear nothing of it
+        until_s = sent_s + self.lease_s
         lapsed = self.until_s is not None and now_s >= self.until_s
         if now_s < until_s and not lapsed:
             self.until_s = max(until_s, self.until_s or 0.0)

@@ -397,6 +397,7 @@ def test_what_is_stored_is_not_done_again_when_something_fails_afterwards(path):
         def broken(topics):
             raise ZeroDivisionError("a bug")
 
+        rest(office)
         stop = office.listen(broken)
         asked = together(office, pool, *[lambda: office.submit(SPEC)] * 2)
         assert sorted(one.result(LONG_S)[0].id for one in asked) == [1, 2]

@@ -15,6 +15,13 @@ from tests.cluster.world import Violation, World
 NUM_STEPS = 400
 
 
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch):
+    """So that agents that are merely slow are given up too, within a history."""
+    monkeypatch.setattr(part, "START_S", 6.0)
+    monkeypatch.setattr(part, "STOP_S", 6.0)
+
+
 def live(seed, **arguments):
     world = World(seed, **arguments)
     for _ in range(NUM_STEPS):
@@ -61,7 +68,55 @@ def impatient(patch):
 
 def no_margin_for_the_gang(patch):
     """A job begins again without waiting for what is left of it."""
-    patch.setattr(book, "all", lambda items: any(items), raising=False)
+
+    def all_gone(parts):
+        is_lost = any(one.loss for one in parts)
+        return all(one.is_gone for one in parts) or (is_lost and any(one.is_gone for one in parts))
+
+    patch.setattr(part, "all_gone", all_gone)
+
+
+def only_the_new_lease_counts(patch):
+    """A coordinator that comes back believes that all agents count by its lease."""
+    patch.setattr(
+        book.Book, "_until_s", lambda self, host: host.heard_s + self.lease_s + self.margin_s
+    )
+
+
+def every_folder_is_the_same(patch):
+    """Another machine of the same name is believed to have ended what it has never seen."""
+
+    def is_left(self, host, hello, now_s):
+        return host.is_broken or now_s >= self._until_s(host)
+
+    patch.setattr(book.Book, "_is_left", is_left)
+
+
+def whoever_talks_is_well(patch):
+    """Nobody notices that an agent does not do what it is asked to."""
+    patch.setattr(book.Book, "_overdue", lambda self: iter(()))
+
+
+def who_is_given_up_is_gone_at_once(patch):
+    """The lease of an agent that is not listened to any more is not waited for."""
+    real = hosts.Host.evict
+
+    def evict(self, why):
+        real(self, why)
+        self.fall_silent(self.heard_s)
+
+    patch.setattr(hosts.Host, "evict", evict)
+
+
+def who_is_given_up_may_try_again(patch):
+    """An agent that never asks what is wanted gets the same job over and over."""
+    real = hosts.Host.evict
+
+    def evict(self, why):
+        real(self, why)
+        self.is_deaf = False
+
+    patch.setattr(hosts.Host, "evict", evict)
 
 
 def what_is_not_reported_is_gone(patch):
@@ -180,6 +235,11 @@ def keys_are_not_asked(patch):
 MUTANTS = [
     impatient,
     no_margin_for_the_gang,
+    only_the_new_lease_counts,
+    every_folder_is_the_same,
+    whoever_talks_is_well,
+    who_is_given_up_is_gone_at_once,
+    who_is_given_up_may_try_again,
     what_is_not_reported_is_gone,
     ready_is_gone,
     everybody_is_fresh,

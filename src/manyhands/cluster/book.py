@@ -207,7 +207,8 @@ class Book:
     def status(self, name: str, status: Status, now_s: float) -> None:
         """An agent says all that it holds. Raises BadReport, NotAHost."""
         check_status(status)
-        host = self.host(name, status.agent, now_s)
+        host = self._held_by(name, status.agent)
+        self._hear(host, now_s)
         was_usable, ports, wanted = host.is_usable, host.ports(), self._wanted(name)
         changed = host.take(status, wanted)
         self.is_stale = self.is_stale or host.is_usable != was_usable
@@ -219,9 +220,11 @@ class Book:
             self._settle(job.id, now_s)
 
     def host(self, name: str, agent: str, now_s: float) -> Host:
-        """The host, which this agent holds and has just spoken for. Raises NotAHost."""
+        """The host, which this agent holds and has just asked for. Raises NotAHost."""
         host = self._held_by(name, agent)
+        host.is_deaf, was_deaf = False, host.is_deaf
         self._hear(host, now_s)
+        self.is_stale = self.is_stale or was_deaf
         return host
 
     def _hear(self, host: Host, now_s: float) -> None:
@@ -388,7 +391,7 @@ class Book:
             self._end(job, verdict.into, verdict.reason, now_s, verdict.failure)
             job = self._jobs.live[id]
             parts = self._parts(job)  # what nobody has been told of is gone at once
-        if all(one.is_gone for one in parts):
+        if part.all_gone(parts):
             self._finish(job, parts, now_s)
 
     def _finish(self, job: Job, parts: Sequence[part.Part], now_s: float) -> None:

@@ -399,6 +399,10 @@ class Coordinator:
                 if type(error) is not self._borne:
                     log.warning("jobs neither start nor end until this is mended: %s", error)
                 self._borne, rest_s = type(error), RETRY_S
+            except StoreError as error:
+                with self._lock:
+                    self._fail(error)  # who owns this coordinator is told
+                return
             except BaseException as error:
                 with self._lock:
                     self._fail(error)

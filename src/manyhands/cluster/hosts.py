@@ -89,6 +89,8 @@ class Host:
     """Why its agent, which talks, is not listened to any more until its lease is over."""
     unready_s: float | None = None
     """Since when it could not be given anything, as far as the schedule was asked."""
+    is_deaf: bool = False
+    """Whether it was given up, and its agent has not asked what is wanted since."""
     since_s: float = 0.0
     """Since when it has been there: its agent came, or was heard after a silence."""
     wants: Wants = NOTHING
@@ -108,6 +110,7 @@ class Host:
             self.has_reported
             and not self.has_debris
             and not self.is_broken
+            and not self.is_deaf
             and self.silent_since_s is None
         )
 
@@ -172,6 +175,7 @@ class Host:
         """Listen to its agent no more: then its lease ends, and with that what it runs."""
         self.evicted = why
         self.has_reported = False
+        self.is_deaf = True
 
     def prune(self, wanted: Mapping[Key, Job]) -> None:
         """Forget every attempt but these."""

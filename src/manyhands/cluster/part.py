@@ -127,6 +127,11 @@ def verdict(job: Job, parts: Sequence[Part], now_s: float) -> Verdict | None:
     return None
 
 
+def all_gone(parts: Sequence[Part]) -> bool:
+    """Whether nothing of the job is left anywhere: only then is it over, or placed again."""
+    return all(part.is_gone for part in parts)
+
+
 def overdue(
     job: Job, parts: Sequence[Part], hosts: Mapping[str, Host], lease_s: float
 ) -> Sequence[tuple[float, str, str]]:
