@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from manyhands.cluster.book import Book
 from manyhands.cluster.job import NEXT, TERMINAL, Job, State, Step
 
 
@@ -20,6 +21,7 @@ class Rules:
     started: Counter[tuple[int, int, int]]
     ended: dict[tuple[int, int, int], tuple[int, bool]]
     seen: Counter
+    book: Book
 
     def keep_step(self, step):
         before = self.steps.setdefault(step.job, [])
@@ -38,6 +40,8 @@ class Rules:
         self.seen[step.state] += 1
 
     def check(self):
+        if self.book.poisoned:
+            raise Violation(f"a bug of ours: {self.book.poisoned}")
         twice = [key for key, count in self.started.items() if count > 1]
         if twice:
             raise Violation(f"begun twice: {twice}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from manyhands.cluster import part
 from manyhands.cluster.errors import (
     KeyTaken,
     NoSuchJob,
     Unplaceable,
 )
-from manyhands.cluster.job import Failure, Place, Priority, Spec, State
+from manyhands.cluster.job import Failure, IllegalStep, Place, Priority, Spec, State
 from manyhands.cluster.messages import Holding, Phase, RankEnd, Status
 from manyhands.cluster.schedule import Decisions, Promise
 from tests.cluster.model import hello
@@ -332,6 +333,35 @@ def test_an_end_that_could_not_be_stored_is_found_again(pair):
     assert pair.job().state is State.RUNNING
     pair.tick()
     assert pair.job().state is State.SUCCEEDED
+
+
+def test_a_job_that_a_bug_stops_takes_no_other_with_it(monkeypatch):
+    story = Story(("a", 1), ("b", 1))
+    for id, host in ((1, "a"), (2, "b")):
+        story.submit()
+        story.run(host, id=id)
+    real = part.verdict
+
+    def verdict(job, *rest):
+        if job.id == 1:
+            raise IllegalStep(job, State.PENDING)
+        return real(job, *rest)
+
+    monkeypatch.setattr(part, "verdict", verdict)
+    story.tick()
+    assert list(story.book.poisoned) == [1]
+    story.status("a", ended([(0, 0)]))
+    assert story.job(1).state is State.RUNNING
+    story.status("b", held(2, phase=Phase.ENDED, exits=[(0, 0)]))
+    assert story.job(2).state is State.SUCCEEDED
+
+
+def test_names_of_hosts_that_are_gone_are_not_kept():
+    story = Story(("a", 1))
+    story.submit()
+    story.run("a")
+    story.status("a", ended([(0, 0)]))
+    assert not story.book._jobs._on
 
 
 # -- going down ----------------------------------------------------------------------------------

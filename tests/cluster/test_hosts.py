@@ -14,7 +14,7 @@ from manyhands.cluster.errors import (
 )
 from manyhands.cluster.hosts import newer
 from manyhands.cluster.job import Failure, State
-from manyhands.cluster.messages import Kind, Phase, Slot
+from manyhands.cluster.messages import Kind, Phase, Slot, Status
 from tests.cluster.model import hello
 from tests.cluster.story import PATIENCE_S, Story, a_pair, ended, failed, held
 
@@ -221,10 +221,18 @@ def test_a_host_is_forgotten_in_the_end_and_not_while_it_has_a_job():
 
 @pytest.mark.parametrize(
     "nonsense",
+    [held(job=77), held(job=-1, attempt=-1), held(attempt=1, phase=Phase.ENDED)],
+    ids=str,
+)
+def test_nonsense_changes_no_job(pair, nonsense):
+    before = pair.job()
+    pair.status("b", nonsense)
+    assert pair.job() == before
+
+
+@pytest.mark.parametrize(
+    "nonsense",
     [
-        held(job=77),
-        held(job=-1, attempt=-1),
-        held(attempt=1, phase=Phase.ENDED),
         held(phase=Phase.ENDED, exits=[(0, 0)]),  # a rank of the other host
         held(phase=Phase.ENDED, exits=[(2, 0), (2, 0)]),
         held(phase=Phase.ENDED, exits=[(2, 256)]),
@@ -235,10 +243,32 @@ def test_a_host_is_forgotten_in_the_end_and_not_while_it_has_a_job():
     ],
     ids=str,
 )
-def test_nonsense_changes_no_job(pair, nonsense):
+def test_nonsense_about_its_own_part_is_refused_and_changes_no_job(pair, nonsense):
+    """Else the job would stay as it is for ever, and nobody would know why."""
     before = pair.job()
-    pair.status("b", nonsense)
+    with pytest.raises(BadReport, match=r"says of job 1 cannot be: it has ranks 2 to 2"):
+        pair.status("b", held(job=9), nonsense)
     assert pair.job() == before
+    assert [node.state for node in pair.book.nodes()] == ["here", "here"], "nothing was taken"
+
+
+def test_an_older_status_that_arrives_late_says_nothing():
+    """Slots would be given out on which it has processes that nobody wants."""
+    story = Story(("a", 1))
+
+    def say(number, *holdings):
+        story.book.status("a", Status(agent="agent-1", holdings=holdings, number=number), 100.0)
+        return story.book.nodes()[0].state
+
+    assert say(1) == "here"
+    assert say(3, held(job=9)) == "clearing"
+    assert say(2) == "clearing"
+    assert say(3, held(job=9)) == "clearing"
+    assert say(4) == "here"
+    story.book.broke("a", "agent-1")
+    story.book.hello(hello("a", agent="agent-2", slots=1), story.now_s)
+    story.book.status("a", Status(agent="agent-2", number=1), story.now_s)
+    assert story.book.nodes()[0].state == "here", "another agent counts anew"
 
 
 def test_an_agent_says_nothing_about_what_is_not_on_its_host():

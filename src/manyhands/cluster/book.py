@@ -19,33 +19,33 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import msgspec
 
 from manyhands.cluster import part
-from manyhands.cluster.errors import (
-    BadReport,
-    HostTaken,
-    KeyTaken,
-    NoSuchJob,
-    NotAHost,
-)
+from manyhands.cluster.errors import BadReport, HostTaken, KeyTaken, NoSuchJob, NotAHost
 from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_slots, check_status
-from manyhands.cluster.job import PLACED, Ending, Failure, Job, Place, Spec, State, moved, noted
+from manyhands.cluster.job import (
+    PLACED,
+    Ending,
+    Failure,
+    IllegalStep,
+    Job,
+    Place,
+    Spec,
+    State,
+    moved,
+    noted,
+)
 from manyhands.cluster.jobs import Changes, HostRow, Jobs
 from manyhands.cluster.messages import Hello, Status, Wants
-from manyhands.cluster.question import question
+from manyhands.cluster.question import is_free, question
 from manyhands.cluster.schedule import Decisions, Entry
 from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
-from manyhands.cluster.task import want_of
+from manyhands.cluster.task import no_hub, want_of
 
 FORGET_S = 3600.0
 """A host that has been silent for so long is not one of the cluster's any more."""
 MAX_HOSTS = 10_000
 
 Decide = Callable[[float, Sequence[Offer], Sequence[Entry]], Decisions]
-
-
-def no_hub(job: int) -> tuple[str, str]:
-    """A cluster without a hub: jobs get neither join code nor run."""
-    return "", ""
 
 
 class Book:
@@ -71,6 +71,8 @@ class Book:
         self.is_leaving = False
         self.is_stale = True
         """Whether anything happened that the schedule should look at."""
+        self.poisoned: dict[int, Exception] = {}
+        """Jobs that cannot go on, and why: a bug of ours each."""
         self._asked_s = now_s
         self._promised_s = math.inf
         self._again_s = math.inf
@@ -304,9 +306,11 @@ class Book:
                 self._end(job, State.PREEMPTED, f"makes room for job {winner}", now_s)
                 self._settle(victim, now_s)
         was_stale = self.is_stale
-        for id, places in decisions.place:
+        for id, places in () if self.is_leaving else decisions.place:
             job = self._jobs.live.get(id)
-            if job is not None and job.state is State.PENDING and self._is_free(job, places):
+            if job is None or job.state is not State.PENDING:
+                continue
+            if is_free(job, places, self._hosts, self._busy):
                 self._place(job, places, now_s)
         self.waits = dict(decisions.waits)
         self._promised_s = math.inf if decisions.promise is None else decisions.promise.by_s
@@ -379,7 +383,16 @@ class Book:
         self._put(noted(job, ending=ending, failure=failure or job.failure), now_s)
 
     def _settle(self, id: int, now_s: float) -> None:
-        """Every step of a placed job that follows from what its hosts hold."""
+        """Every step of a placed job that follows from what its hosts hold. A job that a bug of
+        ours does not let go on is left alone, or it would take the others with it.
+        """
+        if id not in self.poisoned:
+            try:
+                self._settle_sound(id, now_s)
+            except (IllegalStep, AssertionError) as error:
+                self.poisoned[id] = error
+
+    def _settle_sound(self, id: int, now_s: float) -> None:
         job = self._jobs.live.get(id)
         if job is None or job.state not in PLACED:
             return
@@ -469,21 +482,6 @@ class Book:
             if place.host == name
             for slot in place.slots
         }
-
-    def _is_free(self, job: Job, places: Sequence[Place]) -> bool:
-        names = [place.host for place in places]
-        if self.is_leaving or len(set(names)) != len(names):
-            return False
-        if sum(len(set(place.slots)) for place in places) != job.spec.gpus:
-            return False
-        for place in places:
-            host = self._hosts.get(place.host)
-            if host is None or not host.is_usable or not place.slots:
-                return False
-            free = {slot.index for slot in host.hello.slots} - self._busy(place.host).keys()
-            if not free.issuperset(place.slots):
-                return False
-        return True
 
     def _wanted(self, name: str) -> dict[Key, Job]:
         return {(job.id, job.attempt): job for job in self._jobs.on(name)}

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
 
 from manyhands.cluster import schedule
-from manyhands.cluster.book import Book, Decide, no_hub
+from manyhands.cluster.book import Book, Decide
 from manyhands.cluster.errors import (
     ClusterError,
     CoordinatorClosed,
@@ -37,6 +37,7 @@ from manyhands.cluster.job import Job, Spec, State, Step
 from manyhands.cluster.jobs import Changes
 from manyhands.cluster.messages import Hello, Status, Wants, Welcome
 from manyhands.cluster.store import Store
+from manyhands.cluster.task import no_hub
 from manyhands.core.errors import UsageError
 
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class Coordinator:
         self._failure: BaseException | None = None
         self._is_closing = False
         self._rest_until_s = 0.0
+        self._poisoned: set[int] = set()
         self._borne: type[StoreError] | None = None
         jobs, hosts, next_id = store.load()
         self._book = Book(
@@ -413,6 +415,10 @@ class Coordinator:
         self._do(self._book.watch)
         with self._lock:
             self._news.notify_all()  # who waits for all to leave: one may have fallen silent
+            for id in self._book.poisoned.keys() - self._poisoned:
+                error = self._book.poisoned[id]
+                log.error("job %d cannot go on, a bug of ours: %s", id, error, exc_info=error)
+            self._poisoned = set(self._book.poisoned)
             question = self._book.ask(now_s)
         # Outside of the lock: nobody has to wait for it, and `adopt` looks at what still holds.
         decisions = self._decide(now_s, *question)

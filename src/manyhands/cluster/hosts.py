@@ -78,6 +78,8 @@ class Host:
     """Attempts that are to stop, of which no agent has been told so yet."""
     has_reported: bool = False
     """Whether this agent has said what it holds since it came (back)."""
+    number: int = 0
+    """Of the newest Status of its agent."""
     has_debris: bool = False
     """Whether it holds processes of an attempt that nobody wants."""
     is_broken: bool = True
@@ -194,12 +196,21 @@ class Host:
         return job.ending is not None or key in self.inherited
 
     def take(self, status: Status, wanted: Mapping[Key, Job]) -> Collection[Key]:
-        """Believe what the agent says it holds, as far as it is wanted and makes sense. Returns the
-        attempts of which something is known that was not: all, if it is its first word.
+        """Believe what the agent says it holds, as far as it is wanted. Returns the attempts of
+        which something is known that was not: all, if it is its first word. Raises BadReport, and
+        believes nothing, if something that is wanted makes no sense.
 
         Messages may overtake each other: an attempt never goes backwards, and one that the agent
         has had does not vanish while it is wanted.
         """
+        if 0 < status.number < self.number:
+            return ()
+        told: dict[Key, Holding] = {}
+        for holding in status.holdings:
+            key = (holding.job, holding.attempt)
+            if (job := wanted.get(key)) is not None:
+                told[key] = sane(holding, job, self.name)
+        self.number = status.number
         before = dict(self.held) if self.has_reported else {}
         changed = set[Key]() if self.has_reported else set(wanted)
         self.has_reported = True
@@ -207,16 +218,11 @@ class Host:
             holding.phase is not Phase.ENDED and (holding.job, holding.attempt) not in wanted
             for holding in status.holdings
         )
-        for holding in status.holdings:
-            key = (holding.job, holding.attempt)
-            if (job := wanted.get(key)) is None:
-                continue
-            believed = sane(holding, job, self.name)
-            if believed is not None:
-                self.fresh.discard(key)
-                self.held[key] = newer(self.held.get(key), believed)
-                if self.held[key] != before.get(key):
-                    changed.add(key)
+        for key, believed in told.items():
+            self.fresh.discard(key)
+            self.held[key] = newer(self.held.get(key), believed)
+            if self.held[key] != before.get(key):
+                changed.add(key)
         return sorted(changed)
 
     def tell(self, leaving: bool) -> Wants:
@@ -248,22 +254,26 @@ def ranks_of(job: Job, host: str) -> range:
     return range(0)
 
 
-def sane(holding: Holding, job: Job, host: str) -> Holding | None:
-    """What an agent says of its part of a job, cut to size; None if it cannot be."""
-    ranks = ranks_of(job, host)
+def sane(holding: Holding, job: Job, host: str) -> Holding:
+    """What an agent says of its part of a job, cut to size. Raises BadReport if it cannot be."""
+    ranks, failure = ranks_of(job, host), holding.failure
     ended = [end.rank for end in holding.ended]
-    if len(set(ended)) != len(ended) or any(rank not in ranks for rank in ended):
-        return None
-    failure = holding.failure
+    if (
+        len(set(ended)) != len(ended)
+        or any(rank not in ranks for rank in ended)
+        or any(not 0 <= end.exit_code <= 255 or not isfinite(end.at_s) for end in holding.ended)
+        or (failure is not None and failure.rank not in ranks)
+        or (failure is not None and not 1 <= failure.exit_code <= 255)
+        or not 0 <= holding.port <= 65535
+    ):
+        raise BadReport(
+            f"what host {host} says of job {job.id} cannot be: it has ranks {ranks.start} to "
+            f"{ranks.stop - 1} of it, exit codes are from 0 to 255",
+            hint="install the same version of manyhands on both machines",
+        )
     if failure is not None:
-        if failure.rank not in ranks or not 1 <= failure.exit_code <= 255:
-            return None
         words = _writable(failure.words[-MAX_WORDS:])
         failure = msgspec.structs.replace(failure, host=host, words=words)
-    if any(not 0 <= end.exit_code <= 255 or not isfinite(end.at_s) for end in holding.ended):
-        return None
-    if not 0 <= holding.port <= 65535:
-        return None
     lost = _writable(holding.lost[:MAX_TEXT])
     return msgspec.structs.replace(holding, failure=failure, lost=lost)
 

@@ -108,6 +108,8 @@ class Jobs:
             self._keys.pop(old.key, None)
             for place in old.places:
                 self._on[place.host].discard(id)
+                if not self._on[place.host]:  # names of hosts come and go without end
+                    del self._on[place.host]
                 self.stirred.add(place.host)
         if job is None or job.is_over:
             self.live.pop(id, None)

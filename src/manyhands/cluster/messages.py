@@ -122,6 +122,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     agent: str
     holdings: tuple[Holding, ...] = ()
+    number: int = 0
+    """Grows with every one that this agent sends, where it is not 0: an older one that arrives
+    late says what was true once."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

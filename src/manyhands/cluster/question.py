@@ -12,7 +12,7 @@ never end; or one that may preempt would, for slots that are free a moment later
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -63,6 +63,27 @@ def question(
                 entries.append(_coming(-1 - number, Place(name, free), host.unready_s, patience_s))
         offers.append(Offer(name, slots))
     return Question(offers, entries, again_s)
+
+
+def is_free(
+    job: Job,
+    places: Sequence[Place],
+    hosts: Mapping[str, Host],
+    busy: Callable[[str], Collection[int]],
+) -> bool:
+    """Whether an answer still holds: so many slots, on hosts that may be given something."""
+    if len({place.host for place in places}) != len(places):
+        return False
+    if sum(len(set(place.slots)) for place in places) != job.spec.gpus:
+        return False
+    for place in places:
+        host = hosts.get(place.host)
+        if host is None or not host.is_usable or not place.slots:
+            return False
+        free = {slot.index for slot in host.hello.slots}.difference(busy(place.host))
+        if not free.issuperset(place.slots):
+            return False
+    return True
 
 
 def _entry(job: Job) -> Entry:
