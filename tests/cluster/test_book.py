@@ -12,7 +12,7 @@ from manyhands.cluster.errors import (
 )
 from manyhands.cluster.job import Failure, IllegalStep, Place, Priority, Spec, State
 from manyhands.cluster.messages import Holding, Phase, RankEnd, Status
-from manyhands.cluster.schedule import Decisions, Promise
+from manyhands.cluster.schedule import Decisions, Promise, decide
 from tests.cluster.model import hello
 from tests.cluster.story import PATIENCE_S, Story, a_pair, ended, failed, held
 
@@ -244,6 +244,19 @@ def test_the_time_limit():
     assert story.wants("a").wants[0].stop
     story.status("a", ended([(0, 0)]))
     assert (story.job().state, story.job().exit_code) == (State.TIMEOUT, 124)
+
+
+def test_the_line_is_in_the_order_of_submission_whatever_the_clock_says():
+    story = Story(("a", 1), decide=decide)
+    story.submit()
+    story.run("a")
+    story.submit()
+    story.now_s -= 50
+    story.submit()
+    story.now_s += 50
+    story.status("a", ended([(0, 0)]))
+    story.tick()
+    assert [story.job(id).state for id in (2, 3)] == [State.STARTING, State.PENDING]
 
 
 def test_preemption_requeues_and_does_not_count_as_a_restart(pair):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -503,6 +504,24 @@ def test_silence_is_noticed_without_anybody_asking(path):
         job = office.wait(1, LONG_S)
         assert (job.state, job.node_failures) == (State.FAILED, 1)
         assert "host a has not been heard" in job.reason
+
+
+def test_setting_the_time_ends_no_limit(path, monkeypatch):
+    """Not even that of an attempt which goes on while the coordinator is restarted."""
+    with coordinator(path) as office:
+        hands = Hands(office)
+        office.submit(Spec(command=("run",), time_s=LONG_S))
+        until(office, state_is(office, 1, State.RUNNING))
+    hands.join()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 1e6)
+    with coordinator(path) as office:
+        office.hello(hello("a"))
+        held = tuple(hands.held.values())
+        office.status("a", Status(agent="agent-1", holdings=held))
+        rest(office)
+        assert office.job(1).ending is None
+        assert office.submit(SPEC)[0].submitted_s - office.job(1).submitted_s < LONG_S
 
 
 def test_the_time_limit_is_kept_without_anybody_asking(path):

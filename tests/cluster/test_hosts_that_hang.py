@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.cluster import part
+from manyhands.cluster import book, part
 from manyhands.cluster.errors import HostTaken, NotAHost
 from manyhands.cluster.job import Priority, State
 from manyhands.cluster.messages import Phase
@@ -261,3 +261,35 @@ def test_a_heartbeat_of_a_large_gang_is_not_a_look_at_all_of_it(monkeypatch):
     story.status(names[-1], ended([(len(names) - 1, 0)]))
     assert 0 < len(looks) <= 2 * len(names)
     assert story.job().state is State.RUNNING
+
+
+def offer_only_who_is_ready(patch):
+    real = book.question
+
+    def question(hosts, *rest, **more):
+        return real({name: host for name, host in hosts.items() if host.is_usable}, *rest, **more)
+
+    patch.setattr(book, "question", question)
+
+
+def wait_for_ever(patch):
+    real = book.question
+
+    def question(*rest, patience_s, **more):
+        return real(*rest, patience_s=1e9, **more)
+
+    patch.setattr(book, "question", question)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "test"),
+    [
+        (offer_only_who_is_ready, test_hosts_that_come_back_one_by_one_let_nobody_pass),
+        (offer_only_who_is_ready, test_nobody_has_to_end_for_room_that_is_about_to_come_back),
+        (wait_for_ever, test_a_host_that_does_not_get_ready_holds_nobody_up_for_ever),
+    ],
+)
+def test_a_question_that_leaves_something_out_is_found(mutant, test, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test()

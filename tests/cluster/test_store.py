@@ -43,6 +43,10 @@ def changes(*jobs, **more):
     return Changes(jobs=jobs, steps=steps, **more)
 
 
+def asked(one, at_s):
+    return {"job": one.id, "seq": one.seq, "state": one.state, "reason": "", "at_s": at_s}
+
+
 def cancelled(one):
     return moved(one, State.CANCELLED, "no", exit_code=143)
 
@@ -197,6 +201,21 @@ def test_somebody_else_who_locks_the_file_is_said(store, path):
 
 def test_a_lock_that_is_held_is_waited_for_less_than_a_lease(store):
     assert store._writer.execute("PRAGMA busy_timeout").fetchone() == (2000,)
+
+
+def test_time_is_the_same_for_all_coordinators_of_one_boot(store, path):
+    assert store.offset_s("boot-1", 1000.0, now_s=5.0) == 1000.0
+    assert store.offset_s("boot-1", 9.0, now_s=6.0) == 1000.0, "somebody has set the time"
+    store.close()
+    with Store.open(path) as again:
+        assert again.offset_s("boot-1", 5e6, now_s=7.0) == 1000.0
+        assert again.offset_s("boot-2", 2000.0, now_s=1.0) == 2000.0
+        over = cancelled(job(2))
+        again.write(changes(job(1), job(2)))
+        again.write(Changes(jobs=(over,), steps=(Step(**asked(over, at_s=9e9)),)))
+        assert again.offset_s("boot-3", 0.0, now_s=0.5) == 1.0, "not before what has happened"
+        assert again.offset_s("", 3000.0, now_s=0.5) == 3000.0
+        assert again.offset_s("", 4000.0, now_s=0.5) == 4000.0, "where nobody knows, every time"
 
 
 def test_who_holds_it_is_a_courtesy(path, monkeypatch):

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
 
@@ -35,6 +36,7 @@ from manyhands.cluster.errors import (
 from manyhands.cluster.hosts import Node
 from manyhands.cluster.job import Job, Spec, State, Step
 from manyhands.cluster.jobs import Changes
+from manyhands.cluster.keeper import clock_s
 from manyhands.cluster.messages import Hello, Status, Wants, Welcome
 from manyhands.cluster.store import Store
 from manyhands.cluster.task import no_hub
@@ -43,6 +45,7 @@ from manyhands.core.errors import UsageError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 NO_CHANGES = Changes()
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _BORNE = (StoreFull, StoreBusy)
 RETRY_S = 1.0
 """After a tick that could not be stored."""
@@ -53,10 +56,13 @@ _VERSIONS = 1_000_000_000  # of wants in one generation; JSON keeps integers up 
 Heard = Callable[[Collection[int | str] | None], None]
 
 
-def steady_clock() -> Callable[[], float]:
-    """Seconds of the epoch that never jump: leases must not end because somebody set the time."""
-    offset_s = time.time() - time.monotonic()
-    return lambda: offset_s + time.monotonic()
+def steady_clock(store: Store) -> Callable[[], float]:
+    """Seconds of the epoch that never jump: neither leases nor limits must end because somebody set
+    the time, also not between two coordinators in the life of one machine.
+    """
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    offset_s = store.offset_s(boot, time.time() - clock_s(), clock_s())
+    return lambda: offset_s + clock_s()
 
 
 def nothing_more(spec: Spec) -> None:
@@ -88,7 +94,7 @@ class Coordinator:
         self._margin_s = max(0.5, lease_s / 3) if margin_s is None else margin_s
         self._check = check
         self._decide = decide
-        self._clock = clock or steady_clock()
+        self._clock = clock or steady_clock(store)
         self._queue: deque[_Request[object]] = deque()
         self._lock = threading.Lock()
         self._due = threading.Condition(self._lock)

@@ -58,6 +58,9 @@ BUSY_S = 2.0
 """For somebody else who has the file locked (a shell, a backup): leases must not end meanwhile."""
 _LIST = "SELECT value, id FROM jobs"
 _LIST_STATE = "SELECT value, id FROM jobs WHERE state = ?"
+_LAST_STEP = """
+SELECT max(at_s) FROM steps WHERE job IN (SELECT id FROM jobs WHERE is_over = 0)
+"""
 _PUT_JOB = """
 INSERT INTO jobs (id, key, state, is_over, value) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (id) DO UPDATE SET state = excluded.state, is_over = excluded.is_over,
@@ -158,6 +161,24 @@ class Store:
         """Raises Fenced if another coordinator has taken it over since."""
         with self._write_lock, _told(self.path):
             self._check_generation(self._open(self._writer))
+
+    def offset_s(self, boot: str, offset_s: float, now_s: float) -> float:
+        """Between a clock that counts from the start of the machine, and the epoch: the same for
+        all coordinators of one `boot`. The first one gives it, and the time `now_s` of that clock.
+        What is not over does not happen before what has happened to it: the machine's idea of the
+        date may be older than that.
+        """
+        with self._write_lock, _told(self.path), _transaction(self._open(self._writer)) as writer:
+            self._check_generation(writer)
+            meta = dict(writer.execute("SELECT name, value FROM meta").fetchall())
+            if boot and meta.get("boot") == boot:
+                return meta["offset_s"]
+            [last_s] = writer.execute(_LAST_STEP).fetchone()
+            if last_s is not None:
+                offset_s = max(offset_s, last_s - now_s)
+            changed = [("boot", boot), ("offset_s", offset_s)]
+            writer.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", changed)
+            return offset_s
 
     def load(self) -> Loaded:
         """What is not over, all hosts, and the number of the next job."""
