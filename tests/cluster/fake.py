@@ -31,6 +31,7 @@ class FakeDesk:
         self.lost_one = threading.Event()
         self.went_down = threading.Event()
         self.num_wants_asked = 0
+        self.words: list[tuple[str, str, bool]] = []
 
     # What a test does to it.
 
@@ -132,8 +133,9 @@ class FakeDesk:
         with self._lock:
             self.statuses[host] = status
 
-    def wants(self, host, agent, seen, timeout_s):
+    def wants(self, host, agent, seen, timeout_s, *, again=False):
         assert timeout_s == 0, "nobody waits in a thread"
+        self.words.append((host, agent, again))
         self._held(host, agent)
         with self._lock:
             self.num_wants_asked += 1

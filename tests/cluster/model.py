@@ -12,10 +12,10 @@ LEASE_S, MARGIN_S = 10.0, 3.0
 
 
 def hello(host="a", *, agent="agent-1", slots=2, **changes):
+    """Of an agent in the one state folder of this host, unless `folder` names another."""
     made = tuple(Slot(i, Kind.CPU, f"{i}") for i in range(slots))
-    return Hello(
-        version="0", host=host, agent=agent, address=f"{host}.test", slots=made, pid=1, **changes
-    )
+    given = {"address": f"{host}.test", "folder": f"{host}-folder", **changes}
+    return Hello(version="0", host=host, agent=agent, slots=made, pid=1, **given)
 
 
 def first_come(now_s, hosts, entries):
@@ -57,17 +57,27 @@ class Agent:
     host: str
     name: str
     num_slots: int
+    machine: str
+    """Where it is: two may have the same name of a host."""
     parts: dict[tuple[int, int], Part] = field(default_factory=dict)
     wants: Wants | None = None
     is_welcome: bool = False
+    lease_s: float = LEASE_S
     until_s: float | None = None
     kill_s: float | None = None
+    is_hung: bool = False
+    """It does nothing any more; its other threads talk on, and repeat `frozen`."""
+    frozen: Status | None = None
+    is_deaf: bool = False
+    """It does not ask any more what is wanted; it says what it holds."""
 
     def holds_lease(self, now_s):
         return self.until_s is not None and now_s < self.until_s
 
     def answered(self, sent_s, now_s):
-        until_s = sent_s + LEASE_S
+        if self.is_hung:
+            return  # its keepers hear nothing of it
+        until_s = sent_s + self.lease_s
         lapsed = self.until_s is not None and now_s >= self.until_s
         if now_s < until_s and not lapsed:
             self.until_s = max(until_s, self.until_s or 0.0)

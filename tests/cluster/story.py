@@ -33,13 +33,13 @@ class Story:
         self.book.keep()
         return self.book.refresh()
 
-    def again(self):
-        """The coordinator is restarted."""
+    def again(self, lease_s=LEASE_S, decide=first_come):
+        """The coordinator is restarted, perhaps with another lease."""
         self.keep()
         self.book = Book(
-            first_come,
+            decide,
             now_s=self.now_s,
-            lease_s=LEASE_S,
+            lease_s=lease_s,
             margin_s=MARGIN_S,
             jobs=[job for job in self.over.values() if not job.is_over],
             hosts=list(self.rows.values()),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from manyhands.cluster import part
 from manyhands.cluster.errors import (
     KeyTaken,
     NoSuchJob,
     Unplaceable,
 )
-from manyhands.cluster.job import Failure, Place, Priority, Spec, State
+from manyhands.cluster.job import Failure, IllegalStep, Place, Priority, Spec, State
 from manyhands.cluster.messages import Holding, Phase, RankEnd, Status
-from manyhands.cluster.schedule import Decisions, Promise
+from manyhands.cluster.schedule import Decisions, Promise, decide
 from tests.cluster.model import hello
 from tests.cluster.story import PATIENCE_S, Story, a_pair, ended, failed, held
 
@@ -211,6 +212,7 @@ def test_what_ended_before_it_was_told_to_has_ended_first(end, state, told):
 @pytest.mark.parametrize("why", ["preempted", "node failure", "failure", "time"])
 def test_cancel_wins_over_every_other_end(pair, why):
     if why == "preempted":
+        pair.submit(1, priority=Priority.HIGH)
         pair.book.adopt(Decisions(preempt=((1, 2),)), pair.now_s)
     elif why == "node failure":
         pair.status("b", ended([], lost="the keeper was killed"))
@@ -244,10 +246,23 @@ def test_the_time_limit():
     assert (story.job().state, story.job().exit_code) == (State.TIMEOUT, 124)
 
 
+def test_the_line_is_in_the_order_of_submission_whatever_the_clock_says():
+    story = Story(("a", 1), decide=decide)
+    story.submit()
+    story.run("a")
+    story.submit()
+    story.now_s -= 50
+    story.submit()
+    story.now_s += 50
+    story.status("a", ended([(0, 0)]))
+    story.tick()
+    assert [story.job(id).state for id in (2, 3)] == [State.STARTING, State.PENDING]
+
+
 def test_preemption_requeues_and_does_not_count_as_a_restart(pair):
     for number in (1, 2, 3):
         pair.submit(1, priority=Priority.HIGH)
-        pair.book.adopt(Decisions(preempt=((1, 2),)), pair.now_s)
+        pair.book.adopt(Decisions(preempt=((1, number + 1),)), pair.now_s)
         pair.keep()
         assert pair.job().state is State.RUNNING
         for host in "ab":
@@ -256,11 +271,19 @@ def test_preemption_requeues_and_does_not_count_as_a_restart(pair):
         pair.status("a", held(1, attempt, Phase.ENDED, exits=[(0, 0), (1, 143)]))
         pair.status("b", held(1, attempt, Phase.ENDED, exits=[(2, 0)]))
         assert pair.states[-2:] == ["PREEMPTED", "PENDING"]
-        assert "makes room for job 2" in pair.job().reason
+        assert f"makes room for job {number + 1}" in pair.job().reason
         pair.run("a", "b")
         assert (pair.job().attempt, pair.job().preemptions) == (number, number)
         pair.cancel(number + 1)
     assert pair.job().node_failures == 0
+
+
+def test_nobody_ends_for_a_job_that_needs_no_room_any_more(pair):
+    """The schedule decides while others act: its winner may be cancelled by then."""
+    pair.submit(1, priority=Priority.HIGH)
+    pair.cancel(2)
+    pair.book.adopt(Decisions(preempt=((1, 2), (1, 99), (1, 1))), pair.now_s)
+    assert pair.job().ending is None
 
 
 # -- the schedule, and changes that could not be stored ------------------------------------------
@@ -323,6 +346,35 @@ def test_an_end_that_could_not_be_stored_is_found_again(pair):
     assert pair.job().state is State.RUNNING
     pair.tick()
     assert pair.job().state is State.SUCCEEDED
+
+
+def test_a_job_that_a_bug_stops_takes_no_other_with_it(monkeypatch):
+    story = Story(("a", 1), ("b", 1))
+    for id, host in ((1, "a"), (2, "b")):
+        story.submit()
+        story.run(host, id=id)
+    real = part.verdict
+
+    def verdict(job, *rest):
+        if job.id == 1:
+            raise IllegalStep(job, State.PENDING)
+        return real(job, *rest)
+
+    monkeypatch.setattr(part, "verdict", verdict)
+    story.tick()
+    assert list(story.book.poisoned) == [1]
+    story.status("a", ended([(0, 0)]))
+    assert story.job(1).state is State.RUNNING
+    story.status("b", held(2, phase=Phase.ENDED, exits=[(0, 0)]))
+    assert story.job(2).state is State.SUCCEEDED
+
+
+def test_names_of_hosts_that_are_gone_are_not_kept():
+    story = Story(("a", 1))
+    story.submit()
+    story.run("a")
+    story.status("a", ended([(0, 0)]))
+    assert not story.book._jobs._on
 
 
 # -- going down ----------------------------------------------------------------------------------

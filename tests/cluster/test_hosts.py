@@ -14,7 +14,7 @@ from manyhands.cluster.errors import (
 )
 from manyhands.cluster.hosts import newer
 from manyhands.cluster.job import Failure, State
-from manyhands.cluster.messages import Kind, Phase, Slot
+from manyhands.cluster.messages import Kind, Phase, Slot, Status
 from tests.cluster.model import hello
 from tests.cluster.story import PATIENCE_S, Story, a_pair, ended, failed, held
 
@@ -131,6 +131,62 @@ def test_a_coordinator_that_comes_back_gives_everybody_a_fresh_lease(pair):
     assert pair.job().state is State.SUCCEEDED
 
 
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_shorter_lease_does_not_end_the_one_that_was_promised(pair, restarts):
+    """An agent that is cut off counts by what it was told, whoever is coordinator meanwhile."""
+    for _ in range(restarts):
+        pair.again(lease_s=1.0)
+    pair.tick(PATIENCE_S - 0.1)
+    assert pair.job().ending is None
+    assert pair.book.next_due_s() == 100.0 + PATIENCE_S
+    pair.tick(0.2)
+    assert pair.job().state is State.PENDING
+
+
+def test_a_longer_lease_is_stored_before_an_agent_hears_of_it(pair):
+    pair.again(lease_s=100.0)
+    pair.book.hello(hello("b", slots=1), pair.now_s)
+    assert [row.lease_s for row in pair.book.drain().hosts] == [100.0]
+    pair.book.undo()
+    assert not pair.book.drain().hosts
+    for _ in range(2):
+        pair.book.hello(hello("b", slots=1), pair.now_s)
+    pair.keep()
+    pair.again()
+    pair.tick(PATIENCE_S + 1)
+    assert [node.state for node in pair.book.nodes()] == ["silent", "expected"]
+    assert "host a" in pair.job().ending.reason
+
+
+@pytest.mark.parametrize("folder", ["another-folder", ""])
+@pytest.mark.parametrize("restart", [False, True])
+def test_another_machine_of_the_same_name_waits_until_the_first_one_is_surely_gone(
+    pair, restart, folder
+):
+    """It cannot have ended what the agent before it left: that was elsewhere."""
+    pair.book.broke("b", "agent-1")
+    if restart:
+        pair.again()
+    stranger = hello("b", agent="agent-2", slots=1, folder=folder)
+    pair.now_s += PATIENCE_S - 0.1
+    with pytest.raises(HostTaken):
+        pair.book.hello(stranger, pair.now_s)
+    pair.tick()
+    assert pair.job().ending is None
+    pair.now_s += 0.2
+    pair.book.hello(stranger, pair.now_s)
+    pair.status("b", agent="agent-2")
+    assert pair.job().ending.into is State.NODE_FAIL
+
+
+def test_an_agent_that_says_no_folder_is_not_the_one_before_it():
+    story = Story()
+    story.book.hello(hello("a", folder=""), story.now_s)
+    story.book.broke("a", "agent-1")
+    with pytest.raises(HostTaken):
+        story.book.hello(hello("a", agent="agent-2", folder=""), story.now_s)
+
+
 def test_a_host_that_still_has_processes_of_what_is_over_gets_nothing_new(pair):
     pair.now_s += PATIENCE_S
     pair.status("a", held())
@@ -165,10 +221,18 @@ def test_a_host_is_forgotten_in_the_end_and_not_while_it_has_a_job():
 
 @pytest.mark.parametrize(
     "nonsense",
+    [held(job=77), held(job=-1, attempt=-1), held(attempt=1, phase=Phase.ENDED)],
+    ids=str,
+)
+def test_nonsense_changes_no_job(pair, nonsense):
+    before = pair.job()
+    pair.status("b", nonsense)
+    assert pair.job() == before
+
+
+@pytest.mark.parametrize(
+    "nonsense",
     [
-        held(job=77),
-        held(job=-1, attempt=-1),
-        held(attempt=1, phase=Phase.ENDED),
         held(phase=Phase.ENDED, exits=[(0, 0)]),  # a rank of the other host
         held(phase=Phase.ENDED, exits=[(2, 0), (2, 0)]),
         held(phase=Phase.ENDED, exits=[(2, 256)]),
@@ -179,10 +243,32 @@ def test_a_host_is_forgotten_in_the_end_and_not_while_it_has_a_job():
     ],
     ids=str,
 )
-def test_nonsense_changes_no_job(pair, nonsense):
+def test_nonsense_about_its_own_part_is_refused_and_changes_no_job(pair, nonsense):
+    """Else the job would stay as it is for ever, and nobody would know why."""
     before = pair.job()
-    pair.status("b", nonsense)
+    with pytest.raises(BadReport, match=r"says of job 1 cannot be: it has ranks 2 to 2"):
+        pair.status("b", held(job=9), nonsense)
     assert pair.job() == before
+    assert [node.state for node in pair.book.nodes()] == ["here", "here"], "nothing was taken"
+
+
+def test_an_older_status_that_arrives_late_says_nothing():
+    """Slots would be given out on which it has processes that nobody wants."""
+    story = Story(("a", 1))
+
+    def say(number, *holdings):
+        story.book.status("a", Status(agent="agent-1", holdings=holdings, number=number), 100.0)
+        return story.book.nodes()[0].state
+
+    assert say(1) == "here"
+    assert say(3, held(job=9)) == "clearing"
+    assert say(2) == "clearing"
+    assert say(3, held(job=9)) == "clearing"
+    assert say(4) == "here"
+    story.book.broke("a", "agent-1")
+    story.book.hello(hello("a", agent="agent-2", slots=1), story.now_s)
+    story.book.status("a", Status(agent="agent-2", number=1), story.now_s)
+    assert story.book.nodes()[0].state == "here", "another agent counts anew"
 
 
 def test_an_agent_says_nothing_about_what_is_not_on_its_host():
@@ -224,9 +310,10 @@ def test_a_status_of_too_much_is_refused(pair):
         ({"protocol": 2}, "version 2 of the protocol"),
         ({"host": "../a"}, "name of a host"),
         ({"agent": ""}, "name of an agent"),
+        ({"folder": "a/b"}, "name of a folder"),
         ({"address": "a b"}, "not an address"),
         ({"slots": (Slot(1, Kind.CPU, "0"),)}, "numbered from 0"),
-        ({"slots": (Slot(0, Kind.CPU, "x" * 999),)}, "more than 256"),
+        ({"slots": (Slot(0, Kind.CPU, "x" * 9999),)}, "more than 256"),
         ({"version": "\ud800"}, "a text of"),
         ({"pid": 2**80}, "number of a process"),
         ({"slots": tuple(Slot(i, Kind.CPU, "") for i in range(5000))}, "at most 4096"),

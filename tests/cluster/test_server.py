@@ -109,7 +109,7 @@ def test_who_hangs_up_leaves_nothing_behind(served):
     ]
     served.cluster().info()
     before = descriptors()
-    for _ in range(20):
+    for number in range(20):
         asked = served.desk.num_wants_asked
         socks = []
         for path, token in paths:
@@ -122,12 +122,53 @@ def test_who_hangs_up_leaves_nothing_behind(served):
         until(lambda asked=asked: served.desk.num_wants_asked > asked)
         for sock in socks:
             sock.close()
-    until(lambda: len(served.desk.losses) == 20)
+        # A loss that is noticed when the agent already asks again would be none.
+        until(lambda number=number: len(served.desk.losses) == number + 1)
     until(lambda: descriptors() <= before)
     assert set(served.desk.losses) == {("h", "a")}
     # Threads are those of the pool, and no more of them than it may have.
     workers = [t for t in threading.enumerate() if t.name.startswith("cluster-http-worker")]
     assert len(workers) <= HttpLimits().threads
+
+
+def ask_for_wants(served, seen=1):
+    """A poll that is held back, and its socket."""
+    asked = served.desk.num_wants_asked
+    sock = served.dial()
+    path = f"/v1/agents/h/wants?agent=a&seen={seen}&wait_s=60"
+    head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {served.agent}\r\n\r\n"
+    sock.sendall(head.encode())
+    until(lambda: served.desk.num_wants_asked > asked)
+    return sock
+
+
+def test_a_line_that_ends_when_the_agent_has_another_is_not_a_loss(served):
+    served.office().hello(HELLO)
+    with ask_for_wants(served) as first:
+        with ask_for_wants(served):
+            first.close()
+            with ask_for_wants(served):
+                pass
+            until(lambda: served.desk.losses)
+        assert served.desk.losses == [("h", "a")], "the last one, and that alone"
+
+
+def test_a_poll_is_its_agents_word_once(served):
+    """When it is looked at again nobody knows whether the agent is still there."""
+    served.office().hello(HELLO)
+    with ask_for_wants(served) as sock:
+        for _ in range(3):
+            asked = served.desk.num_wants_asked
+            served.desk._tell({"h"})
+            until(lambda asked=asked: served.desk.num_wants_asked > asked)
+        served.desk.want("h")
+        heard = b""
+        while b'"version":2' not in heard:
+            heard += sock.recv(65536)
+    words = served.desk.words
+    assert words[0] == ("h", "a", False)
+    assert len(words) > 3
+    assert set(words[1:]) == {("h", "a", True)}
 
 
 def test_an_answered_poll_is_not_a_loss(served):

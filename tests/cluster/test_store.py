@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -12,7 +13,8 @@ import sys
 import msgspec
 import pytest
 
-from manyhands.cluster.errors import Fenced, StoreError, StoreFull, StoreHeld
+from manyhands.cluster import store as store_module
+from manyhands.cluster.errors import Fenced, StoreBusy, StoreError, StoreFull, StoreHeld
 from manyhands.cluster.job import Job, Spec, State, Step, moved
 from manyhands.cluster.jobs import Changes, HostRow
 from manyhands.cluster.store import Store
@@ -39,6 +41,10 @@ def changes(*jobs, **more):
         Step(job=one.id, seq=one.seq, state=one.state, reason=one.reason, at_s=1.5) for one in jobs
     )
     return Changes(jobs=jobs, steps=steps, **more)
+
+
+def asked(one, at_s):
+    return {"job": one.id, "seq": one.seq, "state": one.state, "reason": "", "at_s": at_s}
 
 
 def cancelled(one):
@@ -120,6 +126,111 @@ def test_where_locks_do_not_work_the_older_one_is_fenced(store, path):
         assert (caught.value.own, caught.value.found) == (1, 2)
         assert newer.load().jobs == []
         newer.write(changes(job()))
+
+
+def test_two_that_open_it_at_once_are_not_the_same(path, monkeypatch):
+    """The number is read in the transaction that counts it up: here another comes right after."""
+    monkeypatch.setattr(store_module, "_lock", lambda path: os.open(path.parent, os.O_RDONLY))
+    real, numbers = Store.__init__, []
+
+    def init(self, *arguments):
+        monkeypatch.setattr(Store, "__init__", real)
+        with Store.open(path) as other:
+            numbers.append(other.generation)
+        real(self, *arguments)
+
+    monkeypatch.setattr(Store, "__init__", init)
+    with Store.open(path) as made:
+        assert [made.generation, *numbers] == [1, 2]
+        with pytest.raises(Fenced):
+            made.write(changes(job()))
+
+
+def test_who_is_fenced_is_told_without_writing(store, path):
+    store.check()
+    path.with_name("jobs.db.lock").unlink()
+    with Store.open(path) as newer:
+        newer.check()
+        with pytest.raises(Fenced):
+            store.check()
+
+
+def test_what_is_written_is_on_the_disk_before_it_is_acknowledged(store):
+    """A kill does not show it: the kernel keeps what was written. A power cut does."""
+    assert store._writer.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+    assert store._writer.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ((), [8, 7, 6]),
+        ([State.PENDING], [8, 7, 5]),
+        ([State.PENDING, State.CANCELLED], [8, 7, 6]),
+    ],
+)
+def test_a_short_list_does_not_visit_every_job(store, states, expected):
+    store.write(changes(*(job(id) for id in range(1, 9))))
+    store.write(changes(*(cancelled(job(id)) for id in (2, 4, 6))))
+    asked = []
+    store._lister.set_trace_callback(asked.append)
+    assert [one.id for one in store.jobs(states, 3)] == expected
+    store._lister.set_trace_callback(None)
+    [sql] = asked
+    plan = [row[3] for row in store._lister.execute(f"EXPLAIN QUERY PLAN {sql}")]
+    looks = [line for line in plan if " jobs" in line]
+    if states:
+        assert len(looks) == len(states)
+        assert all("(state=?)" in line for line in looks), plan
+    else:
+        assert plan == ["SCAN jobs"], "by number, backwards, until there are enough"
+    # What is sorted are at most the few that each state gives, together.
+    assert sum("TEMP B-TREE" in line for line in plan) <= len(states), plan
+
+
+def test_somebody_else_who_locks_the_file_is_said(store, path):
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    store._writer.execute("PRAGMA busy_timeout = 1")
+    with pytest.raises(StoreBusy, match="locked by another program"):
+        store.write(changes(job()))
+    other.execute("ROLLBACK")
+    other.close()
+    store.write(changes(job()))
+
+
+def test_a_lock_that_is_held_is_waited_for_less_than_a_lease(store):
+    assert store._writer.execute("PRAGMA busy_timeout").fetchone() == (2000,)
+
+
+def test_time_is_the_same_for_all_coordinators_of_one_boot(store, path):
+    assert store.offset_s("boot-1", 1000.0, now_s=5.0) == 1000.0
+    assert store.offset_s("boot-1", 9.0, now_s=6.0) == 1000.0, "somebody has set the time"
+    store.close()
+    with Store.open(path) as again:
+        assert again.offset_s("boot-1", 5e6, now_s=7.0) == 1000.0
+        assert again.offset_s("boot-2", 2000.0, now_s=1.0) == 2000.0
+        over = cancelled(job(2))
+        again.write(changes(job(1), job(2)))
+        again.write(Changes(jobs=(over,), steps=(Step(**asked(over, at_s=9e9)),)))
+        assert again.offset_s("boot-3", 0.0, now_s=0.5) == 1.0, "not before what has happened"
+        assert again.offset_s("", 3000.0, now_s=0.5) == 3000.0
+        assert again.offset_s("", 4000.0, now_s=0.5) == 4000.0, "where nobody knows, every time"
+
+
+def test_who_holds_it_is_a_courtesy(path, monkeypatch):
+    """A disk that is full does not keep a coordinator from starting, and leaves no lock behind."""
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with Store.open(path):
+        monkeypatch.undo()
+        with pytest.raises(StoreHeld, match="held by another coordinator"):
+            Store.open(path)
+    with Store.open(path):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,13 @@ from tests.cluster.world import Violation, World
 NUM_STEPS = 400
 
 
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch):
+    """So that agents that are merely slow are given up too, within a history."""
+    monkeypatch.setattr(part, "START_S", 6.0)
+    monkeypatch.setattr(part, "STOP_S", 6.0)
+
+
 def live(seed, **arguments):
     world = World(seed, **arguments)
     for _ in range(NUM_STEPS):
@@ -61,15 +68,63 @@ def impatient(patch):
 
 def no_margin_for_the_gang(patch):
     """A job begins again without waiting for what is left of it."""
-    patch.setattr(book, "all", lambda items: any(items), raising=False)
+
+    def all_gone(parts):
+        is_lost = any(one.loss for one in parts)
+        return all(one.is_gone for one in parts) or (is_lost and any(one.is_gone for one in parts))
+
+    patch.setattr(part, "all_gone", all_gone)
+
+
+def only_the_new_lease_counts(patch):
+    """A coordinator that comes back believes that all agents count by its lease."""
+    patch.setattr(
+        book.Book, "_until_s", lambda self, host: host.heard_s + self.lease_s + self.margin_s
+    )
+
+
+def every_folder_is_the_same(patch):
+    """Another machine of the same name is believed to have ended what it has never seen."""
+
+    def is_left(self, host, hello, now_s):
+        return host.is_broken or now_s >= self._until_s(host)
+
+    patch.setattr(book.Book, "_is_left", is_left)
+
+
+def whoever_talks_is_well(patch):
+    """Nobody notices that an agent does not do what it is asked to."""
+    patch.setattr(book.Book, "_overdue", lambda self: iter(()))
+
+
+def who_is_given_up_is_gone_at_once(patch):
+    """The lease of an agent that is not listened to any more is not waited for."""
+    real = hosts.Host.evict
+
+    def evict(self, why):
+        real(self, why)
+        self.fall_silent(self.heard_s)
+
+    patch.setattr(hosts.Host, "evict", evict)
+
+
+def who_is_given_up_may_try_again(patch):
+    """An agent that never asks what is wanted gets the same job over and over."""
+    real = hosts.Host.evict
+
+    def evict(self, why):
+        real(self, why)
+        self.is_deaf = False
+
+    patch.setattr(hosts.Host, "evict", evict)
 
 
 def what_is_not_reported_is_gone(patch):
     """An attempt that an agent was told of, and has not spoken of, is taken for gone."""
     real = part.part_of
 
-    def part_of(job, name, host):
-        found = real(job, name, host)
+    def part_of(job, place, host):
+        found = real(job, place, host)
         silent = found.holding is None and job.ending is not None
         return found._replace(is_gone=found.is_gone or silent)
 
@@ -80,8 +135,8 @@ def ready_is_gone(patch):
     """An attempt without a process is taken for one that will never have any."""
     real = part.part_of
 
-    def part_of(job, name, host):
-        found = real(job, name, host)
+    def part_of(job, place, host):
+        found = real(job, place, host)
         ready = found.holding is not None and found.holding.phase is Phase.READY
         return found._replace(is_gone=found.is_gone or (ready and job.ending is not None))
 
@@ -114,7 +169,7 @@ def stopped_is_succeeded(patch):
     patch.setattr(
         part,
         "part_of",
-        lambda job, name, host: real(job, name, host)._replace(is_untold=True),
+        lambda job, place, host: real(job, place, host)._replace(is_untold=True),
     )
 
 
@@ -132,7 +187,11 @@ def nothing_is_undone(patch):
 
 
 def old_decisions_are_believed(patch):
-    patch.setattr(book.Book, "_is_free", lambda self, job, places: True)
+    patch.setattr(
+        book,
+        "is_free",
+        lambda job, places, hosts, busy: all(place.host in hosts for place in places),
+    )
 
 
 def places_are_forgotten(patch):
@@ -141,7 +200,7 @@ def places_are_forgotten(patch):
 
     def end(self, job, *rest, **others):
         real(self, job, *rest, **others)
-        self._jobs._on[job.places[0].host].discard(job.id)
+        self._jobs._on.get(job.places[0].host, set()).discard(job.id)
 
     patch.setattr(book.Book, "_end", end)
 
@@ -180,6 +239,11 @@ def keys_are_not_asked(patch):
 MUTANTS = [
     impatient,
     no_margin_for_the_gang,
+    only_the_new_lease_counts,
+    every_folder_is_the_same,
+    whoever_talks_is_well,
+    who_is_given_up_is_gone_at_once,
+    who_is_given_up_may_try_again,
     what_is_not_reported_is_gone,
     ready_is_gone,
     everybody_is_fresh,
@@ -198,12 +262,20 @@ MUTANTS = [
 ]
 
 
+NEEDS = {
+    only_the_new_lease_counts: [World.cut_line, World.restart_coordinator],
+    every_folder_is_the_same: [World.namesake, World.break_line],
+    who_is_given_up_is_gone_at_once: [World.cut_line],
+}
+"""Faults without which nobody notices; all others would only be in the way."""
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_broken_rule_is_found(mutant, monkeypatch):
     mutant(monkeypatch)
     for seed in range(400):
         try:
-            live(seed)
+            live(seed, faults=NEEDS.get(mutant))
         except (Violation, IllegalStep):
             return
     pytest.fail(f"{mutant.__name__}: no history shows that anything is wrong")

@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import parse_qsl
 
@@ -23,7 +24,7 @@ from manyhands.cluster.desk import Desk, HttpError
 from manyhands.cluster.job import PLACED, Job, State
 from manyhands.cluster.limits import HttpLimits
 from manyhands.cluster.logs import DiskFull, LogError, LogName, Logs, OtherBytes, WrongOffset
-from manyhands.cluster.messages import Hello, Status
+from manyhands.cluster.messages import Hello, Status, Wants
 from manyhands.cluster.openapi import document
 from manyhands.cluster.routes import ROUTES, Body, Kind, Route
 from manyhands.core.errors import ManyhandsError, UsageError
@@ -91,6 +92,8 @@ class Api:
         self._shut_down = shut_down
         self._document = msgspec.json.encode(document())
         self._going_down = threading.Event()
+        self._polls: dict[str, object] = {}
+        """The newest poll of each host whose agent waits."""
 
     def app(self) -> gate.App:
         """All routes as one ASGI application, to be put behind a Gate."""
@@ -253,9 +256,18 @@ class Api:
         """GET /v1/agents/{host}/wants: who hangs up here may be gone altogether."""
         parts: ask.HostParts = call.parts
         query: ask.WantsQuery = call.query
+        poll = self._polls[parts.host] = object()
+        again = False
+
+        async def look() -> Wants:
+            nonlocal again
+            asks = partial(self._desk.wants, again=again)
+            again = True
+            return await self._do(asks, parts.host, query.agent, query.seen, 0.0)
+
         try:
             wants = await self._bell.hold(
-                lambda: self._do(self._desk.wants, parts.host, query.agent, query.seen, 0.0),
+                look,
                 # Not only newer: a coordinator that was restored may count from further back.
                 enough=lambda wants: wants.version != query.seen,
                 topics=(parts.host,),
@@ -263,8 +275,12 @@ class Api:
                 receive=call.receive,
             )
         except Gone:
-            await self._do(self._desk.lost, parts.host, query.agent)
+            if self._polls.get(parts.host) is poll:  # else it has asked again since
+                await self._do(self._desk.lost, parts.host, query.agent)
             raise
+        finally:
+            if self._polls.get(parts.host) is poll:
+                del self._polls[parts.host]
         return Answer(200, wants)
 
     async def append_log(self, call: Call) -> Answer:

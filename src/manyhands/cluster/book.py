@@ -14,38 +14,38 @@ that could not be stored (`undo`) is found again by the next `watch`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from manyhands.cluster import part
-from manyhands.cluster.errors import (
-    BadReport,
-    HostTaken,
-    KeyTaken,
-    NoSuchJob,
-    NotAHost,
-    Unplaceable,
+from manyhands.cluster.errors import BadReport, HostTaken, KeyTaken, NoSuchJob, NotAHost
+from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_slots, check_status
+from manyhands.cluster.job import (
+    PLACED,
+    Ending,
+    Failure,
+    IllegalStep,
+    Job,
+    Place,
+    Spec,
+    State,
+    moved,
+    noted,
 )
-from manyhands.cluster.hosts import Host, Key, Node, check_hello, check_status
-from manyhands.cluster.job import PLACED, Ending, Failure, Job, Place, Spec, State, moved, noted
 from manyhands.cluster.jobs import Changes, HostRow, Jobs
-from manyhands.cluster.messages import Hello, Origin, Status, Wants
+from manyhands.cluster.messages import Hello, Status, Wants
+from manyhands.cluster.question import is_free, question
 from manyhands.cluster.schedule import Decisions, Entry
 from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
-from manyhands.cluster.task import want_of
+from manyhands.cluster.task import no_hub, want_of
 
 FORGET_S = 3600.0
 """A host that has been silent for so long is not one of the cluster's any more."""
 MAX_HOSTS = 10_000
 
 Decide = Callable[[float, Sequence[Offer], Sequence[Entry]], Decisions]
-
-
-def no_hub(job: int) -> tuple[str, str]:
-    """A cluster without a hub: jobs get neither join code nor run."""
-    return "", ""
 
 
 class Book:
@@ -65,21 +65,26 @@ class Book:
         hub: Callable[[int], tuple[str, str]] = no_hub,
     ) -> None:
         self.decide = decide
-        self.patience_s = lease_s + margin_s
+        self.lease_s = lease_s
+        self.margin_s = margin_s
         self.waits: Mapping[int, str] = {}
         self.is_leaving = False
         self.is_stale = True
         """Whether anything happened that the schedule should look at."""
+        self.poisoned: dict[int, Exception] = {}
+        """Jobs that cannot go on, and why: a bug of ours each."""
         self._asked_s = now_s
         self._promised_s = math.inf
+        self._again_s = math.inf
         self._hub = hub
         self._version = version
         self._jobs = Jobs(jobs, next_id)
         self._hosts = {
-            row.hello.host: Host(row.hello, now_s, inherited=set(row.inherited)) for row in hosts
+            row.hello.host: Host(row.hello, now_s, row.lease_s, inherited=set(row.inherited))
+            for row in hosts
         }
         self._stirred: set[str] = set(self._hosts)
-        self._hosts_before: dict[str, tuple[Host, Hello] | None] = {}
+        self._hosts_before: dict[str, tuple[Host, Hello, float] | None] = {}
 
     # -- what is asked ---------------------------------------------------------------------------
 
@@ -103,39 +108,19 @@ class Book:
     def nodes(self) -> Sequence[Node]:
         """All hosts, by name."""
         return [
-            Node(
-                name=name,
-                address=host.hello.address,
-                state=host.state(leaving=self.is_leaving),
-                slots=host.hello.slots,
-                origin=host.hello.origin,
-                heard_s=host.heard_s,
-                busy={str(slot): id for slot, id in sorted(self._busy(name).items())},
-                version=host.hello.version,
-            )
+            host.node(self._busy(name), leaving=self.is_leaving)
             for name, host in sorted(self._hosts.items())
         ]
 
     def lingering(self) -> tuple[Sequence[int], Sequence[str]]:
-        """Jobs that still have slots, and hosts that have not been told to leave.
-
-        A user's agent that has hung up need not be told: it is gone, or stays and dials anyway.
-        """
-        hosts = [
-            name
-            for name, host in sorted(self._hosts.items())
-            if host.silent_since_s is None
-            and not host.is_dismissed
-            and not (host.is_broken and host.hello.origin is Origin.USER)
-        ]
+        """Jobs that still have slots, and hosts that have not been told to leave."""
+        hosts = [name for name, host in sorted(self._hosts.items()) if host.lingers]
         return [job.id for job in self.placed], hosts
 
     def next_due_s(self) -> float | None:
         """When there is something to do, if nothing happens before."""
         due = [
-            host.heard_s + self.patience_s
-            if host.silent_since_s is None
-            else host.silent_since_s + FORGET_S
+            self._until_s(host) if host.silent_since_s is None else host.silent_since_s + FORGET_S
             for name, host in self._hosts.items()
             if host.silent_since_s is None or not self._jobs.on(name)
         ]
@@ -144,8 +129,10 @@ class Book:
             for job in self.placed
             if job.ending is None and job.spec.time_s is not None and job.started_s is not None
         ]
-        if self._asked_s < self._promised_s < math.inf:
-            due.append(self._promised_s)
+        due += [due_s for due_s, name, _ in self._overdue() if not self._hosts[name].evicted]
+        due += [
+            at_s for at_s in (self._promised_s, self._again_s) if self._asked_s < at_s < math.inf
+        ]
         return min(due, default=None)
 
     # -- users -----------------------------------------------------------------------------------
@@ -162,7 +149,7 @@ class Book:
             if known.spec != spec:
                 raise KeyTaken(key, known.id)
             return known, False
-        self._check_slots(spec)
+        check_slots(spec.gpus, self._hosts)
         job = Job(id=self._jobs.next_id, spec=spec, key=key, reason="submitted", submitted_s=now_s)
         self._jobs.next_id += 1
         return self._put(job, now_s), True
@@ -199,15 +186,17 @@ class Book:
         if old is None and len(self._hosts) >= MAX_HOSTS:
             raise BadReport(f"the cluster has {MAX_HOSTS} hosts, and takes no more")
         if old is not None and old.hello.agent == hello.agent:
-            if old.hello != hello:
+            if old.evicted and old.silent_since_s is None:
+                raise HostTaken(name, why=f"was given up: it {old.evicted}")
+            if old.hello != hello or old.lease_s < self.lease_s:
                 self._remember(name)
-                old.hello = hello
-            old.heard(now_s)
+                old.hello, old.lease_s = hello, max(old.lease_s, self.lease_s)
+            self._hear(old, now_s)
         else:
-            if old is not None and not old.is_broken and now_s < old.heard_s + self.patience_s:
+            if old is not None and not self._is_left(old, hello, now_s):
                 raise HostTaken(name)
             self._remember(name)
-            self._hosts[name] = host = Host(hello, now_s, is_broken=False)
+            self._hosts[name] = host = Host(hello, now_s, self.lease_s, is_broken=False)
             if old is not None:
                 # It has ended what an agent before it left; of some it may still know how.
                 host.fresh = set(old.fresh)
@@ -220,36 +209,42 @@ class Book:
     def status(self, name: str, status: Status, now_s: float) -> None:
         """An agent says all that it holds. Raises BadReport, NotAHost."""
         check_status(status)
-        host = self.host(name, status.agent, now_s)
-        was_usable, ports = host.is_usable, host.ports()
-        host.take(status, self._wanted(name))
+        host = self._held_by(name, status.agent)
+        self._hear(host, now_s)
+        was_usable, ports, wanted = host.is_usable, host.ports(), self._wanted(name)
+        changed = host.take(status, wanted)
         self.is_stale = self.is_stale or host.is_usable != was_usable
         has_new_port = host.ports() != ports
-        for job in self._jobs.on(name):
+        for key in changed:  # most say what was said before: a gang's hosts are many
+            job = wanted[key]
             if has_new_port and job.places[0].host == name:  # it is what all of them wait for
                 self._stirred.update(place.host for place in job.places)
             self._settle(job.id, now_s)
 
     def host(self, name: str, agent: str, now_s: float) -> Host:
-        """The host, which this agent holds and has just spoken for. Raises NotAHost."""
-        host = self._hosts.get(name)
-        if host is None or host.hello.agent != agent:
-            raise NotAHost(name)
-        host.heard(now_s)
+        """The host, which this agent holds and has just asked for. Raises NotAHost."""
+        host = self._held_by(name, agent)
+        host.is_deaf, was_deaf = False, host.is_deaf
+        self._hear(host, now_s)
+        self.is_stale = self.is_stale or was_deaf
         return host
 
+    def _hear(self, host: Host, now_s: float) -> None:
+        before = (host.is_usable, host.silent_since_s is None)
+        host.heard(now_s)
+        self.is_stale = self.is_stale or before != (host.is_usable, True)
+
     def broke(self, name: str, agent: str) -> None:
-        """The line to this agent has ended: another may come for its host."""
+        """The line to this agent has ended: another may come for its host, which is given nothing
+        new before it is heard again.
+        """
         host = self._hosts.get(name)
         if host is not None and host.hello.agent == agent:
             host.is_broken = True
 
     def wants(self, name: str, agent: str) -> Wants:
         """What this agent is to hold, without telling it. Raises NotAHost."""
-        host = self._hosts.get(name)
-        if host is None or host.hello.agent != agent:
-            raise NotAHost(name)
-        return host.wants
+        return self._held_by(name, agent).wants
 
     def tell(self, name: str) -> Wants:
         """What the agent is to hold; from now on it may act on it."""
@@ -274,11 +269,15 @@ class Book:
     def watch(self, now_s: float) -> None:
         """Find who has been silent for too long, and what has run for too long."""
         for name, host in list(self._hosts.items()):
-            if host.silent_since_s is None and now_s >= host.heard_s + self.patience_s:
+            if host.silent_since_s is None and now_s >= self._until_s(host):
                 host.fall_silent(now_s)
                 self.is_stale = True
             elif host.silent_since_s is not None and now_s >= host.silent_since_s + FORGET_S:
                 self._forget(name)
+        for due_s, name, why in self._overdue():
+            if now_s >= due_s and not self._hosts[name].evicted:
+                self._hosts[name].evict(why)
+                self.is_stale = True
         for job in self.placed:
             if self.is_leaving and job.ending is None:
                 self._end(job, State.PREEMPTED, "the cluster was taken down", now_s)
@@ -287,39 +286,31 @@ class Book:
     def ask(self, now_s: float) -> tuple[Sequence[Offer], Sequence[Entry]]:
         """What the schedule is to decide on."""
         self.is_stale, self._asked_s = False, now_s
-        offers = [
-            Offer(name, tuple(slot.index for slot in host.hello.slots))
-            for name, host in sorted(self._hosts.items())
-            if host.is_usable and not self.is_leaving
-        ]
-        entries = [
-            Entry(
-                id=job.id,
-                slots=job.spec.gpus,
-                priority=job.spec.priority,
-                queued_s=job.submitted_s,
-                limit_s=job.spec.time_s,
-                grace_s=job.spec.grace_s,
-                places=job.places,
-                started_s=job.started_s,
-                ending=job.ending is not None,
-                ending_s=None if job.ending is None else job.ending.since_s,
-            )
-            for job in self.live
-        ]
-        return offers, entries
+        asked = question(
+            {} if self.is_leaving else self._hosts,
+            self.live,
+            self._busy,
+            now_s=now_s,
+            patience_s=self.lease_s + self.margin_s,
+        )
+        self._again_s = asked.again_s
+        return asked.hosts, asked.entries
 
     def adopt(self, decisions: Decisions, now_s: float) -> None:
         """Do what was decided, as far as it still holds: things may have changed meanwhile."""
         for victim, winner in decisions.preempt:
-            job = self._jobs.live.get(victim)
+            job, other = self._jobs.live.get(victim), self._jobs.live.get(winner)
+            if other is None or other.state is not State.PENDING:
+                continue  # it is over, or has found room: nobody has to end for it
             if job is not None and job.state in PLACED and job.ending is None:
                 self._end(job, State.PREEMPTED, f"makes room for job {winner}", now_s)
                 self._settle(victim, now_s)
         was_stale = self.is_stale
-        for id, places in decisions.place:
+        for id, places in () if self.is_leaving else decisions.place:
             job = self._jobs.live.get(id)
-            if job is not None and job.state is State.PENDING and self._is_free(job, places):
+            if job is None or job.state is not State.PENDING:
+                continue
+            if is_free(job, places, self._hosts, self._busy):
                 self._place(job, places, now_s)
         self.waits = dict(decisions.waits)
         self._promised_s = math.inf if decisions.promise is None else decisions.promise.by_s
@@ -349,7 +340,8 @@ class Book:
             if before is None:
                 self._hosts.pop(name, None)
             else:
-                self._hosts[name], self._hosts[name].hello = before
+                host, host.hello, host.lease_s = before
+                self._hosts[name] = host
             self._stirred.add(name)
         self._hosts_before = {}
         self.is_stale = True
@@ -360,7 +352,8 @@ class Book:
 
     def _remember(self, name: str) -> None:
         host = self._hosts.get(name)
-        self._hosts_before.setdefault(name, None if host is None else (host, host.hello))
+        before = None if host is None else (host, host.hello, host.lease_s)
+        self._hosts_before.setdefault(name, before)
 
     def _forget(self, name: str) -> None:
         if not self._jobs.on(name):
@@ -390,7 +383,16 @@ class Book:
         self._put(noted(job, ending=ending, failure=failure or job.failure), now_s)
 
     def _settle(self, id: int, now_s: float) -> None:
-        """Every step of a placed job that follows from what its hosts hold."""
+        """Every step of a placed job that follows from what its hosts hold. A job that a bug of
+        ours does not let go on is left alone, or it would take the others with it.
+        """
+        if id not in self.poisoned:
+            try:
+                self._settle_sound(id, now_s)
+            except (IllegalStep, AssertionError) as error:
+                self.poisoned[id] = error
+
+    def _settle_sound(self, id: int, now_s: float) -> None:
         job = self._jobs.live.get(id)
         if job is None or job.state not in PLACED:
             return
@@ -402,7 +404,7 @@ class Book:
             self._end(job, verdict.into, verdict.reason, now_s, verdict.failure)
             job = self._jobs.live[id]
             parts = self._parts(job)  # what nobody has been told of is gone at once
-        if all(one.is_gone for one in parts):
+        if part.all_gone(parts):
             self._finish(job, parts, now_s)
 
     def _finish(self, job: Job, parts: Sequence[part.Part], now_s: float) -> None:
@@ -442,8 +444,35 @@ class Book:
 
     # -- slots, and what is wanted of hosts --------------------------------------------------------
 
+    def _held_by(self, name: str, agent: str) -> Host:
+        host = self._hosts.get(name)
+        if host is None or host.hello.agent != agent or host.evicted:
+            raise NotAHost(name)
+        return host
+
+    def _until_s(self, host: Host) -> float:
+        """Until when its agent may have processes, if it is not heard again."""
+        return host.heard_s + max(host.lease_s, self.lease_s) + self.margin_s
+
+    def _overdue(self) -> Iterator[tuple[float, str, str]]:
+        """When a host is late, which, and with what: see part.overdue."""
+        lease_s = self.lease_s + self.margin_s
+        for job in self.placed:
+            if job.ending is not None or job.state is State.STARTING:
+                yield from part.overdue(job, self._parts(job), self._hosts, lease_s)
+
+    def _is_left(self, host: Host, hello: Hello, now_s: float) -> bool:
+        """Whether nothing of what its agent was given runs any more, now that this one comes.
+
+        One of the same folder has ended all of it. Another may be on another machine that has the
+        same name.
+        """
+        is_same_folder = hello.folder != "" and hello.folder == host.hello.folder
+        is_gone = host.is_broken or host.evicted != ""
+        return now_s >= self._until_s(host) or (is_gone and is_same_folder)
+
     def _parts(self, job: Job) -> Sequence[part.Part]:
-        return [part.part_of(job, place.host, self._hosts.get(place.host)) for place in job.places]
+        return [part.part_of(job, place, self._hosts.get(place.host)) for place in job.places]
 
     def _busy(self, name: str) -> dict[int, int]:
         return {
@@ -453,30 +482,6 @@ class Book:
             if place.host == name
             for slot in place.slots
         }
-
-    def _is_free(self, job: Job, places: Sequence[Place]) -> bool:
-        names = [place.host for place in places]
-        if self.is_leaving or len(set(names)) != len(names):
-            return False
-        if sum(len(set(place.slots)) for place in places) != job.spec.gpus:
-            return False
-        for place in places:
-            host = self._hosts.get(place.host)
-            if host is None or not host.is_usable or not place.slots:
-                return False
-            free = {slot.index for slot in host.hello.slots} - self._busy(place.host).keys()
-            if not free.issuperset(place.slots):
-                return False
-        return True
-
-    def _check_slots(self, spec: Spec) -> None:
-        has = {name: len(host.hello.slots) for name, host in sorted(self._hosts.items())}
-        if spec.gpus > sum(has.values()):
-            shown = [f"{name} has {count}" for name, count in list(has.items())[:8]]
-            if len(has) > len(shown):
-                shown.append(f"{len(has) - len(shown)} more hosts")
-            what = ", ".join(shown) or "no host has joined it"
-            raise Unplaceable(spec.gpus, sum(has.values()), what)
 
     def _wanted(self, name: str) -> dict[Key, Job]:
         return {(job.id, job.attempt): job for job in self._jobs.on(name)}

@@ -11,30 +11,42 @@ stored, the book is as it was; each is then tried alone, so that one that does n
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
 
 from manyhands.cluster import schedule
-from manyhands.cluster.book import Book, Decide, no_hub
+from manyhands.cluster.book import Book, Decide
 from manyhands.cluster.errors import (
     ClusterError,
     CoordinatorClosed,
-    Fenced,
     NoSuchJob,
     StillThere,
+    StoreBusy,
     StoreError,
+    StoreFull,
+    StoreRefused,
 )
 from manyhands.cluster.hosts import Node
 from manyhands.cluster.job import Job, Spec, State, Step
+from manyhands.cluster.jobs import Changes
+from manyhands.cluster.keeper import clock_s
 from manyhands.cluster.messages import Hello, Status, Wants, Welcome
 from manyhands.cluster.store import Store
+from manyhands.cluster.task import no_hub
 from manyhands.core.errors import UsageError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+NO_CHANGES = Changes()
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BORNE = (StoreFull, StoreBusy)
 RETRY_S = 1.0
 """After a tick that could not be stored."""
 LEAVE_S = 15.0
@@ -44,10 +56,13 @@ _VERSIONS = 1_000_000_000  # of wants in one generation; JSON keeps integers up 
 Heard = Callable[[Collection[int | str] | None], None]
 
 
-def steady_clock() -> Callable[[], float]:
-    """Seconds of the epoch that never jump: leases must not end because somebody set the time."""
-    offset_s = time.time() - time.monotonic()
-    return lambda: offset_s + time.monotonic()
+def steady_clock(store: Store) -> Callable[[], float]:
+    """Seconds of the epoch that never jump: neither leases nor limits must end because somebody set
+    the time, also not between two coordinators in the life of one machine.
+    """
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    offset_s = store.offset_s(boot, time.time() - clock_s(), clock_s())
+    return lambda: offset_s + clock_s()
 
 
 def nothing_more(spec: Spec) -> None:
@@ -79,7 +94,7 @@ class Coordinator:
         self._margin_s = max(0.5, lease_s / 3) if margin_s is None else margin_s
         self._check = check
         self._decide = decide
-        self._clock = clock or steady_clock()
+        self._clock = clock or steady_clock(store)
         self._queue: deque[_Request[object]] = deque()
         self._lock = threading.Lock()
         self._due = threading.Condition(self._lock)
@@ -88,6 +103,8 @@ class Coordinator:
         self._failure: BaseException | None = None
         self._is_closing = False
         self._rest_until_s = 0.0
+        self._poisoned: set[int] = set()
+        self._borne: type[StoreError] | None = None
         jobs, hosts, next_id = store.load()
         self._book = Book(
             decide,
@@ -156,7 +173,9 @@ class Coordinator:
     def job(self, id: int) -> Job:
         """Raises NoSuchJob."""
         with self._lock:
-            return self._book.job(id) or self._stored(id)
+            job = self._book.job(id)
+        # What is not in the book is over, or never was: neither changes.
+        return job or self._stored(id)
 
     def jobs(self, *, states: Collection[State] = (), limit: int | None = None) -> Sequence[Job]:
         """The newest first; with `states`, those in one of them."""
@@ -180,13 +199,13 @@ class Coordinator:
         """Blocks until the job is over, or the time is; returns it as it is then."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
-            while True:
-                job = self._book.job(id) or self._stored(id)
+            while (job := self._book.job(id)) is not None:
                 rest_s = end_s - time.monotonic()
-                if job.is_over or rest_s <= 0:
+                if rest_s <= 0:
                     return job
                 self._check_open()
                 self._news.wait(rest_s)
+        return self._stored(id)
 
     def nodes(self) -> Sequence[Node]:
         """All hosts, by name."""
@@ -244,15 +263,22 @@ class Coordinator:
         """Raises BadReport, NotAHost."""
         self._do(lambda now_s: self._book.status(host, status, now_s))
 
-    def wants(self, host: str, agent: str, seen: int, timeout_s: float) -> Wants:
-        """Blocks until there is something other than `seen`, or the time is over.
+    def wants(
+        self, host: str, agent: str, seen: int, timeout_s: float, *, again: bool = False
+    ) -> Wants:
+        """Blocks until there is something other than `seen`, or the time is over. `again`: the
+        agent asked before, and its answer is held back; nobody knows whether it is still there.
 
-        Raises NotAHost.
+        Raises NotAHost, Fenced.
         """
         end_s = time.monotonic() + timeout_s
         with self._lock:
             self._check_open()
-            self._book.host(host, agent, self._clock())
+            self._write(NO_CHANGES)
+            if not again:
+                self._book.host(host, agent, self._clock())
+                if self._book.is_stale:
+                    self._due.notify_all()
             while True:
                 wants = self._book.wants(host, agent)
                 rest_s = end_s - time.monotonic()
@@ -288,13 +314,16 @@ class Coordinator:
             self._check_open()
             self._commit(batch)
         except BaseException as error:  # noqa: BLE001 - raised where it was asked for
-            if isinstance(error, Fenced):
-                self._fail(error)
-            if len(batch) > 1 and self._failure is None and not self._is_closing:
-                for request in batch:
+            rest = [request for request in batch if not request.is_done]
+            if not rest:
+                self._fail(error)  # what is stored cannot be taken back
+            # Alone each may fit; but each would wait as long for a file that is locked.
+            alone = not isinstance(error, StoreBusy) and self._failure is None
+            if len(rest) > 1 and alone and not self._is_closing:
+                for request in rest:
                     self._work([request])
             else:
-                for request in batch:
+                for request in rest:
                     request.fail(error)
 
     def _commit(self, batch: Sequence[_Request[object]]) -> None:
@@ -303,16 +332,15 @@ class Coordinator:
             for request in batch:
                 request.run(now_s)
             changes = book.drain()
-            if changes:
-                self._store.write(changes)
+            self._write(changes)
         except BaseException:
             book.undo()
             raise
         book.keep()
+        for request in batch:
+            request.is_done = True  # whatever happens now: it is stored
         topics: set[int | str] = {job.id for job in changes.jobs}
         topics.update(book.refresh())
-        for request in batch:
-            request.is_done = True
         if topics:
             self._news.notify_all()
             self._ring(topics)
@@ -335,12 +363,32 @@ class Coordinator:
         if self._is_closing:
             raise CoordinatorClosed("the coordinator has been closed")
 
+    def _write(self, changes: Changes) -> None:
+        """Also where nothing changed: who is answered counts on a lease, which only the one whose
+        store it is can give.
+        """
+        try:
+            if changes:
+                self._store.write(changes)
+            else:
+                self._store.check()
+        except (*_BORNE, StoreRefused):
+            raise
+        except StoreError as error:
+            # Fenced, or a disk that fails: after that not even a success means anything.
+            self._fail(error)
+            raise
+
     def _fail(self, error: BaseException) -> None:
         """Nothing it says from here on could be relied on."""
-        self._failure = self._failure or error
+        if self._failure is None:
+            self._failure = error
+            log.error("the coordinator cannot go on: %s", error)
         self._due.notify_all()
         self._news.notify_all()
-        self._ring(None)
+        for heard in self._listeners.values():
+            with contextlib.suppress(Exception):  # one that raised may be why
+                heard(None)
 
     # -- the ticker ------------------------------------------------------------------------------
 
@@ -351,10 +399,18 @@ class Coordinator:
                 self._tick(began_s)
                 # A schedule of ten thousand jobs takes a while: users get as much time as it does.
                 rest_s = min(1.0, self._clock() - began_s)
+                self._borne = None
             except CoordinatorClosed:
                 return
-            except StoreError:
-                rest_s = RETRY_S  # nothing has changed; the next tick finds it all again
+            except _BORNE as error:
+                # Nothing has changed; the next tick finds it all again.
+                if type(error) is not self._borne:
+                    log.warning("jobs neither start nor end until this is mended: %s", error)
+                self._borne, rest_s = type(error), RETRY_S
+            except StoreError as error:
+                with self._lock:
+                    self._fail(error)  # who owns this coordinator is told
+                return
             except BaseException as error:
                 with self._lock:
                     self._fail(error)
@@ -364,6 +420,11 @@ class Coordinator:
     def _tick(self, now_s: float) -> None:
         self._do(self._book.watch)
         with self._lock:
+            self._news.notify_all()  # who waits for all to leave: one may have fallen silent
+            for id in self._book.poisoned.keys() - self._poisoned:
+                error = self._book.poisoned[id]
+                log.error("job %d cannot go on, a bug of ours: %s", id, error, exc_info=error)
+            self._poisoned = set(self._book.poisoned)
             question = self._book.ask(now_s)
         # Outside of the lock: nobody has to wait for it, and `adopt` looks at what still holds.
         decisions = self._decide(now_s, *question)

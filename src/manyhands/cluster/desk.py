@@ -48,8 +48,12 @@ class Desk(Protocol):
 
     def status(self, host: str, status: Status) -> None: ...
 
-    def wants(self, host: str, agent: str, seen: int, timeout_s: float) -> Wants:
-        """Asked with no time-out: what is wanted now, whether newer than `seen` or not."""
+    def wants(
+        self, host: str, agent: str, seen: int, timeout_s: float, *, again: bool = False
+    ) -> Wants:
+        """Asked with no time-out: what is wanted now, whether newer than `seen` or not. `again`:
+        for a request that was asked about before. Only the first time is the agent's own word.
+        """
         ...
 
     def lost(self, host: str, agent: str) -> None:

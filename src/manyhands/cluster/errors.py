@@ -15,6 +15,8 @@ ManyhandsError
     └── StoreError           the store of jobs cannot be read or written
         ├── StoreHeld        another coordinator has it
         ├── StoreFull        no room on the disk: nothing of this change was kept
+        ├── StoreBusy        somebody else has the file locked: nothing was kept either
+        ├── StoreRefused     the change contradicts what is stored
         └── Fenced           another coordinator took the store over; this one must end
 """
 
@@ -70,12 +72,14 @@ class KeyTaken(ClusterError):
 
 
 class HostTaken(ClusterError):
-    """Another agent holds this host, and is alive."""
+    """Another agent holds this host, and is alive; or this one was given up, which `why` says."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, why: str = "") -> None:
         super().__init__(
-            f"host {host} is held by another agent",
-            hint="end that agent first, or give this one another name with --name",
+            f"host {host} {why or 'is held by another agent'}",
+            hint="it may come back when its lease is over"
+            if why
+            else "end that agent first, or give this one another name with --name",
         )
         self.host = host
 
@@ -125,6 +129,20 @@ class StoreFull(StoreError):
             f"no room for {path}: the change was not made",
             hint="free some space on that disk, then try again",
         )
+
+
+class StoreBusy(StoreError):
+    """Somebody else has the file locked. Nothing of the change was kept; it may be tried again."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(
+            f"{path} is locked by another program: the change was not made",
+            hint="end what has it open (a database shell, a backup), then try again",
+        )
+
+
+class StoreRefused(StoreError):
+    """The change contradicts what is stored; nothing of it was kept."""
 
 
 class Fenced(StoreError):

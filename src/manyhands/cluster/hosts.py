@@ -7,13 +7,13 @@ sense; it can say nothing about another host's part of a job. Nothing here has a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
 import msgspec
 
-from manyhands.cluster.errors import BadReport
+from manyhands.cluster.errors import BadReport, Unplaceable
 from manyhands.cluster.job import MAX_SLOTS, NAME, Job
 from manyhands.cluster.jobs import HostRow
 from manyhands.cluster.messages import (
@@ -30,6 +30,7 @@ from manyhands.cluster.messages import (
 
 MAX_HOLDINGS = 4 * MAX_SLOTS
 MAX_TEXT = 256
+MAX_DEVICE = 4096  # the cores of a share need not be adjacent: 0,2,4,...
 MAX_WORDS = 8192
 _ORDER = {Phase.READY: 0, Phase.RUNNING: 1, Phase.ENDED: 2}
 
@@ -45,7 +46,9 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     state: str
     """here; silent (beyond its lease); expected (known from before, not heard yet); clearing (it
-    still has processes of an attempt that is over); leaving."""
+    still has processes of an attempt that is over); resting (it could not begin something just
+    now, or is about to leave); stuck (it talks, and does not do what it is asked to: it is given
+    up); leaving."""
     slots: tuple[Slot, ...]
     origin: Origin
     heard_s: float
@@ -57,13 +60,15 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class Host:
-    """One host. Changed only by the book.
+    """One host, as one agent holds it. Changed only by the book.
 
     The sets hold what is certain: an attempt that is in none of them may have been given out.
     """
 
     hello: Hello
     heard_s: float
+    lease_s: float
+    """The longest that this agent was ever promised: it may count by this one."""
     held: dict[Key, Holding] = field(default_factory=dict[Key, Holding])
     """The newest that its agent said of each attempt that is wanted here."""
     inherited: set[Key] = field(default_factory=set[Key])
@@ -75,14 +80,29 @@ class Host:
     """Attempts that are to stop, of which no agent has been told so yet."""
     has_reported: bool = False
     """Whether this agent has said what it holds since it came (back)."""
+    number: int = 0
+    """Of the newest Status of its agent."""
     has_debris: bool = False
     """Whether it holds processes of an attempt that nobody wants."""
+    rests: bool = False
+    """Whether its agent says that it can begin nothing."""
     is_broken: bool = True
     """Whether the line to its agent is known to have ended, or has never been there."""
     silent_since_s: float | None = None
     is_dismissed: bool = False
     """Whether its agent has been told to leave."""
+    evicted: str = ""
+    """Why its agent, which talks, is not listened to any more until its lease is over."""
+    unready_s: float | None = None
+    """Since when it could not be given anything, as far as the schedule was asked."""
+    is_deaf: bool = False
+    """Whether it was given up, and its agent has not asked what is wanted since."""
+    since_s: float = 0.0
+    """Since when it has been there: its agent came, or was heard after a silence."""
     wants: Wants = NOTHING
+
+    def __post_init__(self) -> None:
+        self.since_s = self.heard_s
 
     @property
     def name(self) -> str:
@@ -92,17 +112,36 @@ class Host:
     @property
     def is_usable(self) -> bool:
         """Whether it may be given something new."""
-        return self.has_reported and not self.has_debris and self.silent_since_s is None
+        return (
+            self.has_reported
+            and not self.has_debris
+            and not self.rests
+            and not self.is_broken
+            and not self.is_deaf
+            and self.silent_since_s is None
+        )
 
     def state(self, *, leaving: bool) -> str:
         """In one word, for people: see Node."""
         if self.silent_since_s is not None:
             return "silent"
+        if self.evicted:
+            return "stuck"
         if leaving:
             return "leaving"
         if not self.has_reported:
             return "expected"
-        return "clearing" if self.has_debris else "here"
+        if self.has_debris:
+            return "clearing"
+        return "resting" if self.rests else "here"
+
+    @property
+    def lingers(self) -> bool:
+        """Whether it has still to be told to leave. A user's agent that has hung up need not be:
+        it is gone, or stays and dials anyway.
+        """
+        is_off = self.is_broken and self.hello.origin is Origin.USER
+        return self.silent_since_s is None and not self.is_dismissed and not is_off
 
     def ports(self) -> dict[Key, int]:
         """Where rank 0 of each attempt is to listen, if that is here."""
@@ -110,12 +149,29 @@ class Host:
 
     def row(self) -> HostRow:
         """What has to outlive the coordinator."""
-        return HostRow(hello=self.hello, inherited=tuple(sorted(self.inherited)))
+        return HostRow(
+            hello=self.hello, inherited=tuple(sorted(self.inherited)), lease_s=self.lease_s
+        )
+
+    def node(self, busy: Mapping[int, int], *, leaving: bool) -> Node:
+        """As users see it; `busy` says which job has which slot."""
+        return Node(
+            name=self.name,
+            address=self.hello.address,
+            state=self.state(leaving=leaving),
+            slots=self.hello.slots,
+            origin=self.hello.origin,
+            heard_s=self.heard_s,
+            busy={str(slot): id for slot, id in sorted(busy.items())},
+            version=self.hello.version,
+        )
 
     def heard(self, now_s: float) -> None:
         """Its agent has spoken."""
         self.heard_s = max(self.heard_s, now_s)
-        self.silent_since_s = None
+        if self.silent_since_s is not None:
+            self.since_s, self.silent_since_s = now_s, None
+            self.evicted, self.unready_s = "", None
         self.is_broken = False
 
     def fall_silent(self, now_s: float) -> None:
@@ -123,6 +179,12 @@ class Host:
         self.silent_since_s = now_s
         self.has_reported = False
         self.is_broken = True
+
+    def evict(self, why: str) -> None:
+        """Listen to its agent no more: then its lease ends, and with that what it runs."""
+        self.evicted = why
+        self.has_reported = False
+        self.is_deaf = True
 
     def prune(self, wanted: Mapping[Key, Job]) -> None:
         """Forget every attempt but these."""
@@ -140,25 +202,36 @@ class Host:
         """
         return job.ending is not None or key in self.inherited
 
-    def take(self, status: Status, wanted: Mapping[Key, Job]) -> None:
-        """Believe what the agent says it holds, as far as it is wanted and makes sense.
+    def take(self, status: Status, wanted: Mapping[Key, Job]) -> Collection[Key]:
+        """Believe what the agent says it holds, as far as it is wanted. Returns the attempts of
+        which something is known that was not: all, if it is its first word. Raises BadReport, and
+        believes nothing, if something that is wanted makes no sense.
 
         Messages may overtake each other: an attempt never goes backwards, and one that the agent
         has had does not vanish while it is wanted.
         """
+        if 0 < status.number < self.number:
+            return ()
+        told: dict[Key, Holding] = {}
+        for holding in status.holdings:
+            key = (holding.job, holding.attempt)
+            if (job := wanted.get(key)) is not None:
+                told[key] = sane(holding, job, self.name)
+        self.number = status.number
+        before = dict(self.held) if self.has_reported else {}
+        changed = set[Key]() if self.has_reported else set(wanted)
         self.has_reported = True
+        self.rests = status.rests
         self.has_debris = any(
             holding.phase is not Phase.ENDED and (holding.job, holding.attempt) not in wanted
             for holding in status.holdings
         )
-        for holding in status.holdings:
-            key = (holding.job, holding.attempt)
-            if (job := wanted.get(key)) is None:
-                continue
-            believed = sane(holding, job, self.name)
-            if believed is not None:
-                self.fresh.discard(key)
-                self.held[key] = newer(self.held.get(key), believed)
+        for key, believed in told.items():
+            self.fresh.discard(key)
+            self.held[key] = newer(self.held.get(key), believed)
+            if self.held[key] != before.get(key):
+                changed.add(key)
+        return sorted(changed)
 
     def tell(self, leaving: bool) -> Wants:
         """What to answer its agent; from here on it may have heard it."""
@@ -189,22 +262,26 @@ def ranks_of(job: Job, host: str) -> range:
     return range(0)
 
 
-def sane(holding: Holding, job: Job, host: str) -> Holding | None:
-    """What an agent says of its part of a job, cut to size; None if it cannot be."""
-    ranks = ranks_of(job, host)
+def sane(holding: Holding, job: Job, host: str) -> Holding:
+    """What an agent says of its part of a job, cut to size. Raises BadReport if it cannot be."""
+    ranks, failure = ranks_of(job, host), holding.failure
     ended = [end.rank for end in holding.ended]
-    if len(set(ended)) != len(ended) or any(rank not in ranks for rank in ended):
-        return None
-    failure = holding.failure
+    if (
+        len(set(ended)) != len(ended)
+        or any(rank not in ranks for rank in ended)
+        or any(not 0 <= end.exit_code <= 255 or not isfinite(end.at_s) for end in holding.ended)
+        or (failure is not None and failure.rank not in ranks)
+        or (failure is not None and not 1 <= failure.exit_code <= 255)
+        or not 0 <= holding.port <= 65535
+    ):
+        raise BadReport(
+            f"what host {host} says of job {job.id} cannot be: it has ranks {ranks.start} to "
+            f"{ranks.stop - 1} of it, exit codes are from 0 to 255",
+            hint="install the same version of manyhands on both machines",
+        )
     if failure is not None:
-        if failure.rank not in ranks or not 1 <= failure.exit_code <= 255:
-            return None
         words = _writable(failure.words[-MAX_WORDS:])
         failure = msgspec.structs.replace(failure, host=host, words=words)
-    if any(not 0 <= end.exit_code <= 255 or not isfinite(end.at_s) for end in holding.ended):
-        return None
-    if not 0 <= holding.port <= 65535:
-        return None
     lost = _writable(holding.lost[:MAX_TEXT])
     return msgspec.structs.replace(holding, failure=failure, lost=lost)
 
@@ -234,10 +311,14 @@ def check_hello(hello: Hello) -> None:
             f"the agent speaks version {hello.protocol} of the protocol, and we {PROTOCOL}",
             hint="install the same version of manyhands on both machines",
         )
-    for what, name in (("host", hello.host), ("agent", hello.agent)):
+    for what, name in (
+        ("host", hello.host),
+        ("agent", hello.agent),
+        ("folder", hello.folder or "none"),
+    ):
         if re.fullmatch(NAME, name) is None:
             raise BadReport(
-                f"{name[:80]!r} cannot be the name of an {what}".replace("an host", "a host"),
+                f"{name[:80]!r} cannot be the name of {'an' if what == 'agent' else 'a'} {what}",
                 hint="at most 64 letters, digits, '.', '_' and '-'; the first a letter or a digit",
             )
     if re.fullmatch(r"[A-Za-z0-9:._%-]{1,255}", hello.address) is None:
@@ -245,11 +326,24 @@ def check_hello(hello: Hello) -> None:
     indexes = [slot.index for slot in hello.slots]
     if indexes != list(range(len(indexes))) or len(indexes) > MAX_SLOTS:
         raise BadReport(f"slots have to be numbered from 0, and at most {MAX_SLOTS}")
-    texts = [hello.version, *(text for slot in hello.slots for text in (slot.device, slot.name))]
-    if any(len(text) > MAX_TEXT or _writable(text) != text for text in texts):
+    texts = [hello.version, *(slot.name for slot in hello.slots)]
+    devices = [slot.device for slot in hello.slots]
+    too_long = [*(text[MAX_TEXT:] for text in texts), *(text[MAX_DEVICE:] for text in devices)]
+    if any(too_long) or any(_writable(text) != text for text in (*texts, *devices)):
         raise BadReport(f"a text of more than {MAX_TEXT} characters, or one that cannot be stored")
     if not 0 <= hello.pid < 2**31:
         raise BadReport(f"{hello.pid} cannot be the number of a process")
+
+
+def check_slots(wanted: int, hosts: Mapping[str, Host]) -> None:
+    """Raises Unplaceable if all of them together do not have so many."""
+    has = {name: len(host.hello.slots) for name, host in sorted(hosts.items())}
+    if wanted > sum(has.values()):
+        shown = [f"{name} has {count}" for name, count in list(has.items())[:8]]
+        if len(has) > len(shown):
+            shown.append(f"{len(has) - len(shown)} more hosts")
+        what = ", ".join(shown) or "no host has joined it"
+        raise Unplaceable(wanted, sum(has.values()), what)
 
 
 def check_status(status: Status) -> None:

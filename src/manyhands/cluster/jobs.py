@@ -17,6 +17,9 @@ class HostRow(msgspec.Struct, frozen=True, kw_only=True):
     inherited: tuple[tuple[int, int], ...] = ()
     """Attempts that were given to an agent before this one. A coordinator that comes back must not
     give them to this one, which may never have seen them."""
+    lease_s: float = 0.0
+    """The longest that this agent was ever promised. A coordinator that comes back with a shorter
+    one has to wait for this one all the same: the agent may not have heard of the change."""
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +108,8 @@ class Jobs:
             self._keys.pop(old.key, None)
             for place in old.places:
                 self._on[place.host].discard(id)
+                if not self._on[place.host]:  # names of hosts come and go without end
+                    del self._on[place.host]
                 self.stirred.add(place.host)
         if job is None or job.is_over:
             self.live.pop(id, None)

@@ -11,12 +11,18 @@ the job turns out to be lost before all is gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from manyhands.cluster.hosts import Host, ranks_of
-from manyhands.cluster.job import Failure, Job, State
+from manyhands.cluster.hosts import Host
+from manyhands.cluster.job import Failure, Job, Place, State
 from manyhands.cluster.messages import Holding, Phase
+
+START_S = 60.0
+"""An agent has this long, beyond a lease, to begin what it was given; ranks that wait for the port
+of rank 0, as long again."""
+STOP_S = 60.0
+"""And this long, beyond the grace and a lease, to be rid of what it was told to end."""
 
 
 class Part(NamedTuple):
@@ -29,6 +35,8 @@ class Part(NamedTuple):
     """No process of it is left, and none will be."""
     loss: str = ""
     """Why it is gone, if that is the host's doing and not the program's."""
+    is_unsaid: bool = False
+    """No agent was ever told of it."""
     is_untold: bool = False
     """Its agent has not been told to stop it, or only after it had ended."""
 
@@ -36,6 +44,11 @@ class Part(NamedTuple):
     def has_ended(self) -> bool:
         """Its agent says so."""
         return self.holding is not None and self.holding.phase is Phase.ENDED
+
+    @property
+    def is_let_go(self) -> bool:
+        """Its agent says that its loss does not count."""
+        return self.holding is not None and self.holding.free
 
     @property
     def is_clean(self) -> bool:
@@ -64,22 +77,24 @@ class Verdict(NamedTuple):
     failure: Failure | None = None
 
 
-def part_of(job: Job, name: str, host: Host | None) -> Part:
+def part_of(job: Job, place: Place, host: Host | None) -> Part:
     """What is known of this host's part."""
-    num_ranks = len(ranks_of(job, name))
+    name, num_ranks = place.host, len(place.slots)
     if host is None:
         return Part(name, num_ranks, is_gone=True, loss=f"host {name} is not known any more")
     key = (job.id, job.attempt)
     held = host.held.get(key)
-    part = Part(name, num_ranks, held, is_untold=key in host.untold)
+    is_unsaid = held is None and key in host.fresh
+    part = Part(name, num_ranks, held, is_unsaid=is_unsaid, is_untold=key in host.untold)
     if part.has_ended:
         return part._replace(is_gone=True, loss=_loss_of_ended(job, part))
     if host.silent_since_s is not None:
-        return part._replace(is_gone=True, loss=f"host {name} has not been heard for its lease")
+        why = host.evicted or "has not been heard for its lease"
+        return part._replace(is_gone=True, loss=f"host {name} {why}")
     if held is None and key in host.inherited and host.has_reported:
         why = f"the agent of host {name} was replaced, and the new one knows nothing of it"
         return part._replace(is_gone=True, loss=why)
-    if held is None and key in host.fresh and job.ending is not None:
+    if is_unsaid and job.ending is not None:
         return part._replace(is_gone=True)
     return part
 
@@ -98,9 +113,12 @@ def verdict(job: Job, parts: Sequence[Part], now_s: float) -> Verdict | None:
     """How the job is to end, if that is new."""
     failure = first_failure(parts)
     if job.ending is None:
-        loss = next((part.loss for part in parts if part.loss), "")
-        if loss:
-            return Verdict(State.NODE_FAIL, loss)
+        lost = [part for part in parts if part.loss]
+        if lost:
+            # A host that was gone before it heard of the job, had no room for it, or is stopped by
+            # its owner costs it nothing but the wait.
+            is_free = all(part.is_unsaid or part.is_let_go for part in lost)
+            return Verdict(State.PREEMPTED if is_free else State.NODE_FAIL, lost[0].loss)
         if failure is not None:
             return Verdict(State.FAILED, describe(failure), failure)
         if _is_late(job, now_s) and not all(part.is_clean for part in parts):
@@ -113,6 +131,41 @@ def verdict(job: Job, parts: Sequence[Part], now_s: float) -> Verdict | None:
         if failure is not None and failure != job.failure:
             return Verdict(State.FAILED, describe(failure), failure)
     return None
+
+
+def all_gone(parts: Sequence[Part]) -> bool:
+    """Whether nothing of the job is left anywhere: only then is it over, or placed again."""
+    return all(part.is_gone for part in parts)
+
+
+def overdue(
+    job: Job, parts: Sequence[Part], hosts: Mapping[str, Host], lease_s: float
+) -> Sequence[tuple[float, str, str]]:
+    """When each host that has to do something for this job is late with it: that time, the host,
+    and what it has not done. An agent that hangs may talk on: only what it does not do shows it.
+    """
+    found: list[tuple[float, str, str]] = []
+    if not parts or (job.ending is None and job.state is not State.STARTING):
+        return found
+    has_port = parts[0].holding is not None and parts[0].holding.port > 0
+    for one in parts:
+        host = hosts.get(one.host)
+        if host is None or one.is_gone:
+            continue
+        if job.ending is not None:
+            since_s, limit_s = job.ending.since_s, job.spec.grace_s + lease_s + STOP_S
+            why = f"did not end job {job.id}"
+        elif one.has_begun or job.started_s is None:
+            continue
+        elif one.holding is not None and not has_port and one is not parts[0]:
+            continue  # it waits for rank 0, as it should
+        else:
+            is_first = one.holding is None or not has_port
+            since_s, limit_s = job.started_s, lease_s + START_S * (1 if is_first else 2)
+            why = f"did not begin job {job.id}"
+        due_s = max(since_s, host.since_s) + limit_s
+        found.append((due_s, one.host, f"{why} within {limit_s:g} s"))
+    return found
 
 
 def first_failure(parts: Sequence[Part]) -> Failure | None:

@@ -159,6 +159,8 @@ class Tick:
         """Free slots that nobody in front has claimed."""
         self._coming = sum(one.num_slots for one in self._running.values() if one.told)
         """Slots of jobs that are ending, that nobody in front has claimed."""
+        self._jobs_end = any(one.told and one.entry.id > 0 for one in self._running.values())
+        """Whether any job is ending; what has a number below 1 is none: see question.py."""
         self._told_by_s = max(
             (one.gone_s for one in self._running.values() if one.told), default=now_s
         )
@@ -244,7 +246,10 @@ class Tick:
         self._coming -= entry.slots - self._free
         self._free = 0
         self._claimed = self._head is None
-        self._waits[entry.id] = f"wants {_slots(entry.slots)}; jobs are ending to make room for it"
+        coming = "hosts that have room for it are about to be ready"
+        if self._jobs_end or self._preempt:
+            coming = "jobs are ending to make room for it"
+        self._waits[entry.id] = f"wants {_slots(entry.slots)}; {coming}"
         return True
 
     def _start(self, entry: Entry) -> None:

@@ -23,7 +23,14 @@ from typing import NamedTuple, Self, TypeVar
 
 import msgspec
 
-from manyhands.cluster.errors import Fenced, StoreError, StoreFull, StoreHeld
+from manyhands.cluster.errors import (
+    Fenced,
+    StoreBusy,
+    StoreError,
+    StoreFull,
+    StoreHeld,
+    StoreRefused,
+)
 from manyhands.cluster.job import Job, State, Step
 from manyhands.cluster.jobs import Changes, HostRow
 
@@ -47,6 +54,13 @@ _SCHEMA = (
     ) WITHOUT ROWID""",
     "CREATE TABLE hosts (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
 )
+BUSY_S = 2.0
+"""For somebody else who has the file locked (a shell, a backup): leases must not end meanwhile."""
+_LIST = "SELECT value, id FROM jobs"
+_LIST_STATE = "SELECT value, id FROM jobs WHERE state = ?"
+_LAST_STEP = """
+SELECT max(at_s) FROM steps WHERE job IN (SELECT id FROM jobs WHERE is_over = 0)
+"""
 _PUT_JOB = """
 INSERT INTO jobs (id, key, state, is_over, value) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (id) DO UPDATE SET state = excluded.state, is_over = excluded.is_over,
@@ -66,17 +80,20 @@ class Loaded(NamedTuple):
 class Store:
     """See the module. Thread-safe; made by `open`, a context manager."""
 
-    def __init__(self, path: Path, lock: int, writer: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, lock: int, writer: sqlite3.Connection, generation: int) -> None:
         self.path = path
         self._lock_file: int | None = lock
         self._writer = writer
         self._write_lock = threading.Lock()
         self._read_lock = threading.Lock()
-        meta = dict(writer.execute("SELECT name, value FROM meta").fetchall())
-        self.generation: int = meta["generation"]
-        self.cluster: str = meta["cluster"]
+        self._list_lock = threading.Lock()
+        self.generation = generation
+        found = writer.execute("SELECT value FROM meta WHERE name = 'cluster'").fetchone()
+        self.cluster: str = found[0]
         """The identity of this store, for ever."""
         self._reader = _connect(path)
+        # Long lists have a connection of their own: who looks for one job must not wait for them.
+        self._lister = _connect(path)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -94,15 +111,15 @@ class Store:
             with _told(path):
                 writer = _connect(path)
                 on_error.callback(writer.close)
-                _prepare(path, writer)
-                store = cls(path, lock, writer)
+                store = cls(path, lock, writer, _prepare(path, writer))
             on_error.pop_all()
             return store
 
     def close(self) -> None:
         """Let another have it. Idempotent."""
-        with self._write_lock, self._read_lock:
+        with self._write_lock, self._read_lock, self._list_lock:
             if self._lock_file is not None:
+                self._lister.close()
                 self._reader.close()
                 self._writer.close()
                 os.close(self._lock_file)
@@ -122,7 +139,7 @@ class Store:
     def write(self, changes: Changes) -> None:
         """All of it, and on disk when this returns; or nothing, and an error.
 
-        Raises StoreFull, Fenced, StoreError.
+        Raises StoreFull, StoreBusy, StoreRefused, Fenced, StoreError.
         """
         encode = msgspec.json.encode
         jobs = [
@@ -139,6 +156,29 @@ class Store:
             writer.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", steps)
             writer.executemany("INSERT OR REPLACE INTO hosts VALUES (?, ?)", hosts)
             writer.executemany("DELETE FROM hosts WHERE name = ?", [(n,) for n in changes.gone])
+
+    def check(self) -> None:
+        """Raises Fenced if another coordinator has taken it over since."""
+        with self._write_lock, _told(self.path):
+            self._check_generation(self._open(self._writer))
+
+    def offset_s(self, boot: str, offset_s: float, now_s: float) -> float:
+        """Between a clock that counts from the start of the machine, and the epoch: the same for
+        all coordinators of one `boot`. The first one gives it, and the time `now_s` of that clock.
+        What is not over does not happen before what has happened to it: the machine's idea of the
+        date may be older than that.
+        """
+        with self._write_lock, _told(self.path), _transaction(self._open(self._writer)) as writer:
+            self._check_generation(writer)
+            meta = dict(writer.execute("SELECT name, value FROM meta").fetchall())
+            if boot and meta.get("boot") == boot:
+                return meta["offset_s"]
+            [last_s] = writer.execute(_LAST_STEP).fetchone()
+            if last_s is not None:
+                offset_s = max(offset_s, last_s - now_s)
+            changed = [("boot", boot), ("offset_s", offset_s)]
+            writer.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", changed)
+            return offset_s
 
     def load(self) -> Loaded:
         """What is not over, all hosts, and the number of the next job."""
@@ -164,10 +204,17 @@ class Store:
 
     def jobs(self, states: Collection[State] = (), limit: int | None = None) -> Sequence[Job]:
         """The newest first; with `states`, those in one of them."""
-        wanted = sorted(state.value for state in (states or State))
-        marks = ", ".join("?" * len(wanted))
-        sql = f"SELECT value FROM jobs WHERE state IN ({marks}) ORDER BY id DESC LIMIT ?"  # noqa: S608 - question marks
-        return self._query(sql, (*wanted, -1 if limit is None else limit), _to_job)
+        wanted = sorted(state.value for state in set(states))
+        sql = f"{_LIST} ORDER BY id DESC LIMIT ?"
+        if wanted:
+            one = f"SELECT * FROM ({_LIST_STATE} ORDER BY id DESC LIMIT ?)"  # noqa: S608 - constants
+            sql = f"{' UNION ALL '.join([one] * len(wanted))} ORDER BY id DESC LIMIT ?"
+        most = -1 if limit is None else limit
+        parameters = (*(value for state in wanted for value in (state, most)), most)
+        with self._list_lock, _told(self.path):
+            rows = self._open(self._lister).execute(sql, parameters).fetchall()
+        with _told(self.path):
+            return [_to_job(row) for row in rows]
 
     def history(self, id: int) -> Sequence[Step]:
         """Everything that happened to a job, in order; nothing if there is no such job."""
@@ -186,7 +233,9 @@ class Store:
         make: Callable[[sqlite3.Row], T],
     ) -> list[T]:
         with self._read_lock, _told(self.path):
-            return [make(row) for row in self._open(self._reader).execute(sql, parameters)]
+            rows = self._open(self._reader).execute(sql, parameters).fetchall()
+        with _told(self.path):
+            return [make(row) for row in rows]
 
     def _open(self, connection: sqlite3.Connection) -> sqlite3.Connection:
         if self._lock_file is None:
@@ -212,8 +261,12 @@ def _lock(path: Path) -> int:
         text = os.pread(descriptor, 20, 0).strip()
         os.close(descriptor)
         raise StoreHeld(path, int(text) if text.isdigit() else None) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    with contextlib.suppress(OSError):  # who has it is a courtesy; the disk may be full
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
 
 
@@ -221,11 +274,11 @@ def _connect(path: Path) -> sqlite3.Connection:
     # The file is made here, and not by SQLite, so that nobody else can ever read it.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     # Transactions are ours to begin and end; each connection has a lock of ours.
-    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
 
 
-def _prepare(path: Path, writer: sqlite3.Connection) -> None:
-    """Check that it is ours, make it if it is empty, and count the generation up."""
+def _prepare(path: Path, writer: sqlite3.Connection) -> int:
+    """Check that it is ours, make it if it is empty, and count the generation up; which is ours."""
     version, found = _pragma(writer, "user_version"), _pragma(writer, "application_id")
     is_empty = writer.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
     if not (is_empty and version == found == 0):
@@ -254,7 +307,10 @@ def _prepare(path: Path, writer: sqlite3.Connection) -> None:
             writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             meta = [("generation", 0), ("cluster", secrets.token_hex(8))]
             writer.executemany("INSERT INTO meta VALUES (?, ?)", meta)
-        writer.execute("UPDATE meta SET value = value + 1 WHERE name = 'generation'")
+        # Read in the same transaction: two that open it at once must not have the same.
+        count = "UPDATE meta SET value = value + 1 WHERE name = 'generation' RETURNING value"
+        [[generation]] = writer.execute(count).fetchall()
+    return generation
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
@@ -293,9 +349,11 @@ def _told(path: Path) -> Generator[None]:
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
             raise StoreFull(path) from None
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise StoreBusy(path) from None
         raise StoreError(f"{path} cannot be used: {error}") from None
     except sqlite3.IntegrityError as error:
-        raise StoreError(f"{path} refuses the change: {error}") from None
+        raise StoreRefused(f"{path} refuses the change: {error}") from None
     except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
         raise _damaged(path, error) from None
     except OSError as error:

@@ -9,6 +9,11 @@ from manyhands.cluster.job import Job
 from manyhands.cluster.messages import Task, Want
 
 
+def no_hub(job: int) -> tuple[str, str]:
+    """A cluster without a hub: jobs get neither join code nor run."""
+    return "", ""
+
+
 def want_of(
     job: Job, host: Host, first: Host | None, hub: Callable[[int], tuple[str, str]]
 ) -> Want:
