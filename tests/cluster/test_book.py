@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.cluster import part
+from manyhands.cluster import jobs, part
 from manyhands.cluster.errors import (
     KeyTaken,
     NoSuchJob,
+    QueueFull,
     Unplaceable,
 )
 from manyhands.cluster.job import Failure, IllegalStep, Place, Priority, Spec, State
@@ -45,6 +46,26 @@ def test_a_refused_submission_changes_nothing():
             story.submit(gpus)
     assert not story.book.drain()
     assert story.submit() == 1
+
+
+def test_what_is_kept_in_memory_has_a_bound(monkeypatch):
+    monkeypatch.setattr(jobs, "MAX_BYTES", 400_000)
+    story = Story(("a", 1))
+    large = {"command": ("x", "y" * 100_000)}
+    for _ in range(3):
+        story.book.submit(Spec(**large), "", story.now_s)
+    with pytest.raises(QueueFull, match="3 jobs wait or run"):
+        story.book.submit(Spec(**large), "", story.now_s)
+    story.submit()
+    story.keep()
+    story.cancel(2)
+    story.book.submit(Spec(**large), "", story.now_s)
+    story.book.undo()
+    story.book.submit(Spec(**large), "", story.now_s)
+    story.keep()
+    story.again()
+    with pytest.raises(QueueFull):
+        story.book.submit(Spec(**large), "", story.now_s)
 
 
 def test_a_key_stands_for_one_submission_also_when_it_is_over():

@@ -40,6 +40,7 @@ _STATUSES: Mapping[type[ManyhandsError], tuple[int, str]] = {
     errors.BadReport: (422, "bad-report"),
     errors.NoSuchJob: (404, "no-such-job"),
     errors.KeyTaken: (409, "key-taken"),
+    errors.QueueFull: (503, "queue-full"),
     errors.HostTaken: (409, "host-taken"),
     errors.NotAHost: (404, "not-a-host"),
     errors.CoordinatorClosed: (503, "closed"),

@@ -142,7 +142,7 @@ class Book:
     ) -> tuple[Job, bool]:
         """A new job and True, or the one that has this key (`known`, if that is over) and False.
 
-        Raises BadJob, Unplaceable, KeyTaken; nothing has changed then.
+        Raises BadJob, Unplaceable, KeyTaken, QueueFull; nothing has changed then.
         """
         spec = checked(spec)
         if checked_key(key) and (known := self._jobs.by_key(key) or known) is not None:
@@ -150,6 +150,7 @@ class Book:
                 raise KeyTaken(key, known.id)
             return known, False
         check_slots(spec.gpus, self._hosts)
+        self._jobs.check_room(spec)
         job = Job(id=self._jobs.next_id, spec=spec, key=key, reason="submitted", submitted_s=now_s)
         self._jobs.next_id += 1
         return self._put(job, now_s), True

@@ -8,6 +8,7 @@ ManyhandsError
 └── ClusterError
     ├── NoSuchJob            nobody submitted a job of this number
     ├── KeyTaken             the key belongs to another submission
+    ├── QueueFull            what waits and runs is as much as the coordinator keeps
     ├── HostTaken            another agent, which is alive, holds this host
     ├── NotAHost             this agent does not hold this host: it has to say Hello
     ├── StillThere           the cluster was taken down, and some did not leave in time
@@ -69,6 +70,17 @@ class KeyTaken(ClusterError):
         )
         self.key = key
         self.job = job
+
+
+class QueueFull(ClusterError):
+    """What is not over is kept in memory; there is no room for this one beside it."""
+
+    def __init__(self, num_jobs: int, most_bytes: int) -> None:
+        super().__init__(
+            f"{num_jobs} jobs wait or run, and their commands and variables take all of the "
+            f"{most_bytes >> 20} MiB that there are for them",
+            hint="submit it when some have ended, or put large arguments in a file",
+        )
 
 
 class HostTaken(ClusterError):

@@ -6,8 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from manyhands.cluster.job import Job, Step
+from manyhands.cluster.errors import QueueFull
+from manyhands.cluster.job import Job, Spec, Step
 from manyhands.cluster.messages import Hello
+
+MAX_BYTES = 256 << 20
+"""Of the commands and variables of all jobs that are not over: they are kept in memory."""
 
 
 class HostRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +50,7 @@ class Jobs:
         self.next_id = next_id
         self.stirred: set[str] = set()
         """Hosts that have, or had, a job which changed."""
+        self._num_bytes = 0
         self._keys: dict[str, int] = {}
         self._on: dict[str, set[int]] = {}
         self._before: dict[int, Job | None] = {}
@@ -89,6 +94,11 @@ class Jobs:
         )
         return job
 
+    def check_room(self, spec: Spec) -> None:
+        """Raises QueueFull if this one would be too much beside the others."""
+        if self._num_bytes + _num_bytes(spec) > MAX_BYTES:
+            raise QueueFull(len(self.live), MAX_BYTES)
+
     def keep(self) -> None:
         """What changed is stored."""
         self._before, self._changed, self._steps = {}, {}, []
@@ -105,6 +115,7 @@ class Jobs:
         """Make this the job of that number, or none; keeps the indexes true."""
         old = self.live.get(id)
         if old is not None:
+            self._num_bytes -= _num_bytes(old.spec)
             self._keys.pop(old.key, None)
             for place in old.places:
                 self._on[place.host].discard(id)
@@ -115,8 +126,15 @@ class Jobs:
             self.live.pop(id, None)
             return
         self.live[id] = job
+        self._num_bytes += _num_bytes(job.spec)
         if job.key:
             self._keys[job.key] = id
         for place in job.places:
             self._on.setdefault(place.host, set()).add(id)
             self.stirred.add(place.host)
+
+
+def _num_bytes(spec: Spec) -> int:
+    """About as many as it takes; a job without arguments is not for nothing either."""
+    texts = (*spec.command, *spec.env.keys(), *spec.env.values(), spec.workdir)
+    return 1024 + sum(map(len, texts))
