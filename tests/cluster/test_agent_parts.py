@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from manyhands.cluster.account import identity_of
+from manyhands.cluster.account import account_of
 from manyhands.cluster.attempt import Attempt
 from manyhands.cluster.comparison import Deed, Held, Verb, compare
 from manyhands.cluster.environment import RESERVED, of_user, rank_environments, scrubbed
@@ -380,7 +380,7 @@ def test_no_job_may_set_what_is_ours(name) -> None:
 def test_only_root_becomes_another_user(monkeypatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     with pytest.raises(UsageError, match="only root can run jobs as another user"):
-        identity_of("nobody")
+        account_of("nobody")
     with pytest.raises(UsageError, match="there is no user 'no-such-user'"):
-        identity_of("no-such-user")
-    assert identity_of(None) is None
+        account_of("no-such-user")
+    assert account_of(None) is None

@@ -196,6 +196,23 @@ def test_logs_are_read_in_pieces_until_they_have_ended(served):
     assert read(served, "attempt=2") == (404, "no-such-attempt")
 
 
+def test_an_agent_sends_the_logs_of_its_own_ranks_only(served):
+    served.cluster().submit(["x"])
+    served.desk.start(1)
+    (place,) = served.desk.job(1).places
+    other = served.request(
+        "PUT", "/v1/agents/other/logs/1/0/0?agent=a&offset=0", token=served.agent, body=b"x"
+    )
+    assert (other[0], problem(other[2])) == (403, "not-here")
+    hello = msgspec.structs.replace(HELLO, host=place.host, agent="b")
+    served.desk.hello(hello)
+    path = f"/v1/agents/{place.host}/logs/1/0/0?offset=0&agent="
+    status, _, body = served.request("PUT", path + "a", token=served.agent, body=b"x")
+    assert (status, problem(body)) == (404, "not-a-host")
+    assert served.request("PUT", path + "b", token=served.agent, body=b"x")[0] == 200
+    assert read(served, "") == (b"x", 0, 1, "false")
+
+
 def test_a_reader_waits_for_growth(served):
     served.cluster().submit(["x"])
     served.desk.start(1)

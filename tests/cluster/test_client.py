@@ -198,7 +198,6 @@ def test_a_name_that_nobody_has():
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi",
         b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nhi",
         b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{\"name\": 1}",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
         b"SSH-2.0-OpenSSH_9.2\r\n",
         b'HTTP/1.1 200 OK\r\nContent-Length: 28\r\n\r\n{"version":"9","protocol":9}',
     ],
@@ -208,6 +207,23 @@ def test_somebody_else_answers(data):
         answering(data) as at,
         Cluster(at, token="t") as cluster,
         pytest.raises(OtherVersion, match="same version"),
+    ):
+        cluster.info()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
+        b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n\r\nhi",
+    ],
+)
+def test_an_answer_that_is_cut_off_or_a_proxys_passes(data):
+    """The coordinator was killed while it spoke, or is away."""
+    with (
+        answering(data) as at,
+        Cluster(at, token="t") as cluster,
+        pytest.raises(CoordinatorUnreachable, match="is it up"),
     ):
         cluster.info()
 

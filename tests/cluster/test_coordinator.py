@@ -441,3 +441,12 @@ def test_killed_while_many_submit_no_job_is_lost_and_none_is_there_twice(path):
     with Store.open(path) as store:
         assert {job.key: job.id for job in store.jobs()} == answers
         assert sorted(answers.values()) == list(range(1, 201))
+
+
+def test_only_the_agent_that_holds_a_host_sends_for_it(path):
+    with coordinator(path) as office:
+        office.hello(hello("a"))
+        office.check_sender("a", "agent-1")
+        for host, agent in (("a", "agent-2"), ("b", "agent-1")):
+            with pytest.raises(NotAHost):
+                office.check_sender(host, agent)

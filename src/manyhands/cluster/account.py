@@ -1,4 +1,4 @@
-"""Identity: the user whom the ranks of a host run as, if not the agent's own."""
+"""Account: the user whom the ranks of a host run as, if not the agent's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands.cluster.keeper import User
 from manyhands.core.errors import UsageError
 
 
-class Identity(NamedTuple):
+class Account(NamedTuple):
     """Another user than the agent's."""
 
     name: str
@@ -25,7 +25,7 @@ class Identity(NamedTuple):
         return self.user["uid"], self.user["gid"]
 
 
-def identity_of(name: str | None) -> Identity | None:
+def account_of(name: str | None) -> Account | None:
     """None for the agent's own. Raises UsageError: no such user, or not ours to become."""
     if name is None:
         return None
@@ -41,23 +41,23 @@ def identity_of(name: str | None) -> Identity | None:
             hint=f"start the agent as {name} or as root, or leave --user out",
         )
     groups = os.getgrouplist(name, entry.pw_gid)
-    return Identity(name, entry.pw_dir, User(uid=entry.pw_uid, gid=entry.pw_gid, groups=groups))
+    return Account(name, entry.pw_dir, User(uid=entry.pw_uid, gid=entry.pw_gid, groups=groups))
 
 
-def check_way(identity: Identity, folder: Path) -> None:
+def check_way(account: Account, folder: Path) -> None:
     """Raise UsageError unless the user may pass through to `folder` (which need not exist)."""
     for parent in reversed(folder.absolute().parents):
-        if parent.exists() and not _may_pass(identity, parent.stat()):
+        if parent.exists() and not _may_pass(account, parent.stat()):
             raise UsageError(
-                f"jobs of {identity.name} could not reach {folder}: {parent} is closed to them",
+                f"jobs of {account.name} could not reach {folder}: {parent} is closed to them",
                 hint="give the agent a state folder that they can reach: --state /var/lib/...",
             )
 
 
-def _may_pass(identity: Identity, found: os.stat_result) -> bool:
-    uid, _ = identity.owner
+def _may_pass(account: Account, found: os.stat_result) -> bool:
+    uid, _ = account.owner
     if found.st_uid == uid:
         return bool(found.st_mode & stat.S_IXUSR)
-    if found.st_gid in identity.user["groups"]:
+    if found.st_gid in account.user["groups"]:
         return bool(found.st_mode & stat.S_IXGRP)
     return bool(found.st_mode & stat.S_IXOTH)

@@ -24,7 +24,7 @@ import msgspec
 
 from manyhands._version import __version__
 from manyhands.cluster import keeper
-from manyhands.cluster.account import check_way, identity_of
+from manyhands.cluster.account import account_of, check_way
 from manyhands.cluster.attempt import (
     AGENT_STOPPED,
     KEEPER_PATIENCE_S,
@@ -100,8 +100,8 @@ class Agent:
         secrets_: Sequence[str] = (),
     ) -> None:
         self._office, self._host, self._slots = office, host, tuple(slots)
-        self._identity, self._origin = identity_of(user), origin
-        self._ledger = Ledger(state, passable=self._identity is not None)
+        self._account, self._origin = account_of(user), origin
+        self._ledger = Ledger(state, passable=self._account is not None)
         self._hello = Hello(
             version=__version__,
             host=host,
@@ -112,8 +112,8 @@ class Agent:
             origin=origin,
         )
         base = scrubbed(os.environ, secrets_)
-        if self._identity is not None:
-            base = of_user(base, self._identity.name, self._identity.home)
+        if self._account is not None:
+            base = of_user(base, self._account.name, self._account.home)
         self._base = base
         self._lease = Lease()
         self._attempts: dict[Key, Attempt] = {}
@@ -140,8 +140,8 @@ class Agent:
         keeper.adopt_orphans()
         self._strays = Strays()
         with self._ledger, Wake[Event | LogSettled]() as self._wake:
-            if self._identity is not None:
-                check_way(self._identity, self._ledger.state / "work")
+            if self._account is not None:
+                check_way(self._account, self._ledger.state / "work")
             self._hello = msgspec.structs.replace(self._hello, folder=self._ledger.id)
             self._end_left()
             if self._wake.stops:
@@ -470,8 +470,8 @@ class Agent:
         self._offer(attempt)
 
     def _order(self, attempt: Attempt, want: Want, until_s: float) -> keeper.Order:
-        identity, marks = self._identity, marks_of(attempt.key, self._host)
-        owner = None if identity is None else identity.owner
+        account, marks = self._account, marks_of(attempt.key, self._host)
+        owner = None if account is None else account.owner
         workdir = want.task.spec.workdir or str(self._ledger.work_folder(attempt.key, owner))
         return order_of(
             want,
@@ -480,7 +480,7 @@ class Agent:
             folder=attempt.folder,
             workdir=workdir,
             lease_until_s=until_s,
-            user=None if identity is None else identity.user,
+            user=None if account is None else account.user,
         )
 
     def _forget(self, key: Key) -> None:

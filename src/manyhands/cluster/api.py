@@ -21,6 +21,7 @@ from manyhands.cluster import desk as ask
 from manyhands.cluster import errors, gate
 from manyhands.cluster.bell import Bell, Gone
 from manyhands.cluster.desk import Desk, HttpError
+from manyhands.cluster.hosts import ranks_of
 from manyhands.cluster.job import PLACED, Job, State
 from manyhands.cluster.limits import HttpLimits
 from manyhands.cluster.logs import DiskFull, LogError, LogName, Logs, OtherBytes, WrongOffset
@@ -291,7 +292,10 @@ class Api:
         name = LogName(parts.job, parts.attempt, parts.rank)
 
         def append() -> int:
-            _check(self._desk.job(name.job), name, next_too=False)
+            job = self._desk.job(name.job)
+            _check(job, name, next_too=False)
+            self._desk.check_sender(parts.host, query.agent)
+            _check_place(job, name, parts.host)
             return self._logs.append(name, query.offset, call.body)
 
         return Answer(200, ask.LogPlace(offset=await self._do(append)))
@@ -342,6 +346,15 @@ def _check(job: Job, name: LogName, *, next_too: bool) -> None:
             "no-such-attempt",
             f"job {job.id} has attempts 0 to {job.attempt}, not {name.attempt}",
         )
+
+
+def _check_place(job: Job, name: LogName, host: str) -> None:
+    """An agent speaks for its own host's ranks only. Where those of an attempt that is over were is
+    not known any more: their last lines may still come.
+    """
+    is_current = bool(job.places) and name.attempt == job.attempt
+    if is_current and name.rank not in ranks_of(job, host):
+        raise HttpError(403, "not-here", f"rank {name.rank} of job {job.id} is not on host {host}")
 
 
 def _http(error: ManyhandsError) -> HttpError:

@@ -291,6 +291,11 @@ class Coordinator:
                 self._news.notify_all()  # who waits for all to leave
             return wants
 
+    def check_sender(self, host: str, agent: str) -> None:
+        """Raises NotAHost unless this agent holds the host. It is no word of the agent's."""
+        with self._lock:
+            self._book.wants(host, agent)
+
     def lost(self, host: str, agent: str) -> None:
         """The line on which this agent waited has ended: another may come for its host."""
         with self._lock:

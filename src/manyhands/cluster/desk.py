@@ -56,6 +56,10 @@ class Desk(Protocol):
         """
         ...
 
+    def check_sender(self, host: str, agent: str) -> None:
+        """Raises NotAHost unless this agent holds the host."""
+        ...
+
     def lost(self, host: str, agent: str) -> None:
         """The connection on which this agent waited has ended: a hint that it may be gone."""
         ...
