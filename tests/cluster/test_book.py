@@ -423,9 +423,13 @@ def test_a_cluster_that_is_taken_down(pair):
 
 
 def test_a_users_agent_that_has_hung_up_is_not_waited_for():
-    story = Story(("a", 1), ("b", 1))
+    story = Story(("a", 1), ("b", 1), ("c", 1))  # c has never asked for anything
+    for host in "ab":
+        story.wants(host)
     story.book.leave(story.now_s)
     story.keep()
     assert story.book.lingering() == ([], ["a", "b"])
     story.book.broke("a", "agent-1")
     assert story.book.lingering() == ([], ["b"])
+    story.status("a")
+    assert story.book.lingering() == ([], ["b"]), "its last words came after its line had ended"

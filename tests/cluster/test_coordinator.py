@@ -174,6 +174,7 @@ def test_errors_of_users_and_agents(path):
             office.wants("a", "x", 0, 0.0)
         welcome = office.hello(hello("a"))
         assert (welcome.lease_s, welcome.cluster) == (300.0, office.store.cluster)
+        office.wants("a", "agent-1", -1, 0.0)
         with pytest.raises(HostTaken):
             office.hello(hello("a", agent="agent-2"))
         office.lost("a", "agent-1")
@@ -378,6 +379,7 @@ def test_going_down(path):
 def test_who_does_not_leave_is_named(path):
     with coordinator(path) as office:
         office.hello(hello("deaf"))
+        office.wants("deaf", "agent-1", -1, 0.0)
         with pytest.raises(StillThere, match=r"not ended within 0\.05 s: host deaf"):
             office.shut_down(0.05)
 

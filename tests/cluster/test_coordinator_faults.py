@@ -187,7 +187,8 @@ def test_a_disk_that_fails_ends_it(path, caplog):
 def test_a_host_without_jobs_that_falls_silent_is_not_waited_for(path):
     with coordinator(path, lease_s=0.1, margin_s=0.1) as office:
         office.hello(hello("a"))
-        office.shut_down(LONG_S)
+        office.wants("a", "agent-1", -1, 0.0)
+        office.shut_down(100 * LONG_S)  # nobody wakes it but the one that finds the silence
 
 
 def test_setting_the_time_ends_no_limit(path, monkeypatch):

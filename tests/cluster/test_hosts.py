@@ -66,6 +66,7 @@ def test_an_end_that_nobody_asked_for_is_the_hosts_doing(pair):
 
 def test_another_agent_comes_only_when_the_first_is_gone():
     story = Story(("a", 1))
+    story.wants("a")
     with pytest.raises(HostTaken, match="host a is held by another agent"):
         story.book.hello(hello("a", agent="agent-2"), story.now_s)
     story.book.broke("a", "someone")
@@ -77,8 +78,15 @@ def test_another_agent_comes_only_when_the_first_is_gone():
         story.status("a")
     with pytest.raises(NotAHost):
         story.wants("a")
-    story.now_s += PATIENCE_S
+    story.wants("a", "agent-2")
+    story.book.broke("a", "agent-2")
+    story.status("a", agent="agent-2")  # its last words, which come after its line has ended
     story.book.hello(hello("a", agent="agent-3"), story.now_s)
+    story.wants("a", "agent-3")
+    story.now_s += PATIENCE_S
+    story.book.hello(hello("a", agent="agent-4"), story.now_s)
+    # One that was killed before it asked for anything.
+    story.book.hello(hello("a", agent="agent-5"), story.now_s)
 
 
 @pytest.mark.parametrize("restart", [False, True])

@@ -197,7 +197,7 @@ class Book:
             if old is not None and not self._is_left(old, hello, now_s):
                 raise HostTaken(name)
             self._remember(name)
-            self._hosts[name] = host = Host(hello, now_s, self.lease_s, is_broken=False)
+            self._hosts[name] = host = Host(hello, now_s, self.lease_s)
             if old is not None:
                 # It has ended what an agent before it left; of some it may still know how.
                 host.fresh = set(old.fresh)
@@ -225,9 +225,10 @@ class Book:
     def host(self, name: str, agent: str, now_s: float) -> Host:
         """The host, which this agent holds and has just asked for. Raises NotAHost."""
         host = self._held_by(name, agent)
-        host.is_deaf, was_deaf = False, host.is_deaf
+        was_usable = host.is_usable
+        host.polled()
         self._hear(host, now_s)
-        self.is_stale = self.is_stale or was_deaf
+        self.is_stale = self.is_stale or host.is_usable != was_usable
         return host
 
     def _hear(self, host: Host, now_s: float) -> None:
@@ -241,7 +242,7 @@ class Book:
         """
         host = self._hosts.get(name)
         if host is not None and host.hello.agent == agent:
-            host.is_broken = True
+            host.has_hung_up = True
 
     def wants(self, name: str, agent: str) -> Wants:
         """What this agent is to hold, without telling it. Raises NotAHost."""

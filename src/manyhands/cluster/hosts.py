@@ -86,8 +86,10 @@ class Host:
     """Whether it holds processes of an attempt that nobody wants."""
     rests: bool = False
     """Whether its agent says that it can begin nothing."""
-    is_broken: bool = True
-    """Whether the line to its agent is known to have ended, or has never been there."""
+    has_polled: bool = False
+    """Whether its agent has asked what is wanted, since it came (back)."""
+    has_hung_up: bool = False
+    """Whether the line on which it asked has ended, and it has not asked on another."""
     silent_since_s: float | None = None
     is_dismissed: bool = False
     """Whether its agent has been told to leave."""
@@ -116,7 +118,7 @@ class Host:
             self.has_reported
             and not self.has_debris
             and not self.rests
-            and not self.is_broken
+            and not self.has_hung_up
             and not self.is_deaf
             and self.silent_since_s is None
         )
@@ -134,6 +136,11 @@ class Host:
         if self.has_debris:
             return "clearing"
         return "resting" if self.rests else "here"
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the line to its agent is known to have ended, or has never been there."""
+        return self.has_hung_up or not self.has_polled
 
     @property
     def lingers(self) -> bool:
@@ -172,13 +179,15 @@ class Host:
         if self.silent_since_s is not None:
             self.since_s, self.silent_since_s = now_s, None
             self.evicted, self.unready_s = "", None
-        self.is_broken = False
+
+    def polled(self) -> None:
+        """Its agent asks what is wanted, and waits for the answer."""
+        self.has_polled, self.has_hung_up, self.is_deaf = True, False, False
 
     def fall_silent(self, now_s: float) -> None:
         """Its lease is over: what it holds is over too, and what it says next is all we know."""
         self.silent_since_s = now_s
-        self.has_reported = False
-        self.is_broken = True
+        self.has_reported = self.has_polled = self.has_hung_up = False
 
     def evict(self, why: str) -> None:
         """Listen to its agent no more: then its lease ends, and with that what it runs."""
