@@ -120,6 +120,12 @@ def until(office, what):
         stop()
 
 
+def poll(office, host):
+    """Ask for what is newer than the newest, so that the answer is held back."""
+    seen = office.wants(host, "agent-1", -1, 0.0).version
+    office.wants(host, "agent-1", seen, 0.0)
+
+
 def rest(office):
     """Until its ticker has nothing to do; it does not say so to anybody."""
     while office._book.is_stale:
@@ -174,7 +180,7 @@ def test_errors_of_users_and_agents(path):
             office.wants("a", "x", 0, 0.0)
         welcome = office.hello(hello("a"))
         assert (welcome.lease_s, welcome.cluster) == (300.0, office.store.cluster)
-        office.wants("a", "agent-1", -1, 0.0)
+        poll(office, "a")
         with pytest.raises(HostTaken):
             office.hello(hello("a", agent="agent-2"))
         office.lost("a", "agent-1")
@@ -379,7 +385,7 @@ def test_going_down(path):
 def test_who_does_not_leave_is_named(path):
     with coordinator(path) as office:
         office.hello(hello("deaf"))
-        office.wants("deaf", "agent-1", -1, 0.0)
+        poll(office, "deaf")
         with pytest.raises(StillThere, match=r"not ended within 0\.05 s: host deaf"):
             office.shut_down(0.05)
 

@@ -17,6 +17,7 @@ from tests.cluster.test_coordinator import (
     SPEC,
     Hands,
     coordinator,
+    poll,
     rest,
     state_is,
     until,
@@ -184,10 +185,18 @@ def test_a_disk_that_fails_ends_it(path, caplog):
         assert "cannot go on: disk I/O error" in caplog.text
 
 
+def test_a_users_agent_that_went_between_two_questions_is_not_waited_for(path):
+    """It was answered, and never asked again: nothing of its end is ever heard."""
+    with coordinator(path) as office:
+        office.hello(hello("a"))
+        office.wants("a", "agent-1", -1, 0.0)
+        office.shut_down(100 * LONG_S)
+
+
 def test_a_host_without_jobs_that_falls_silent_is_not_waited_for(path):
     with coordinator(path, lease_s=0.1, margin_s=0.1) as office:
         office.hello(hello("a"))
-        office.wants("a", "agent-1", -1, 0.0)
+        poll(office, "a")
         office.shut_down(100 * LONG_S)  # nobody wakes it but the one that finds the silence
 
 

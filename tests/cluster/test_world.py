@@ -145,7 +145,7 @@ def ready_is_gone(patch):
 
 def everybody_is_fresh(patch):
     """Agents that were told of an attempt are thought not to have been."""
-    patch.setattr(hosts.Host, "tell", lambda self, leaving: self.wants)
+    patch.setattr(hosts.Host, "tell", lambda self, leaving, seen=None: self.wants)
 
 
 def every_agent_is_the_same(patch):

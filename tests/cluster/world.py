@@ -452,8 +452,7 @@ class World(Rules):
         away = self.agents[self.rng.choice(list(self.agents))]
         rest = sum(agent.num_slots for agent in self.agents.values() if agent is not away)
         if rest >= max((job.spec.gpus for job in self.book.live), default=0) and rest:
-            # One that says for ever that its ranks run cannot be told from one whose ranks do: that
-            # one which hangs says nothing more is the agent's own rule.
+            # Ranks that run for ever look the same: that one which hangs is silent is its own rule.
             does_run = any(part.phase is Phase.RUNNING for part in away.parts.values())
             if does_run or self.rng.random() < 0.5:
                 self.cut.add(away.host)

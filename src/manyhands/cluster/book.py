@@ -248,9 +248,9 @@ class Book:
         """What this agent is to hold, without telling it. Raises NotAHost."""
         return self._held_by(name, agent).wants
 
-    def tell(self, name: str) -> Wants:
+    def tell(self, name: str, seen: int | None = None) -> Wants:
         """What the agent is to hold; from now on it may act on it."""
-        return self._hosts[name].tell(self.is_leaving)
+        return self._hosts[name].tell(self.is_leaving, seen)
 
     def refresh(self) -> Collection[str]:
         """Work out what is wanted of the hosts that something changed for, when that is stored.

@@ -286,7 +286,7 @@ class Coordinator:
                     break
                 self._news.wait(rest_s)
                 self._check_open()
-            wants = self._book.tell(host)
+            wants = self._book.tell(host, seen)
             if wants.leave:
                 self._news.notify_all()  # who waits for all to leave
             return wants

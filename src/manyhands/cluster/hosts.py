@@ -87,7 +87,7 @@ class Host:
     rests: bool = False
     """Whether its agent says that it can begin nothing."""
     has_polled: bool = False
-    """Whether its agent has asked what is wanted, since it came (back)."""
+    """Whether its agent has asked what is wanted, and waits for the answer."""
     has_hung_up: bool = False
     """Whether the line on which it asked has ended, and it has not asked on another."""
     silent_since_s: float | None = None
@@ -242,8 +242,11 @@ class Host:
                 changed.add(key)
         return sorted(changed)
 
-    def tell(self, leaving: bool) -> Wants:
-        """What to answer its agent; from here on it may have heard it."""
+    def tell(self, leaving: bool, seen: int | None = None) -> Wants:
+        """What to answer its agent; from here on it may have heard it. If that is another than it
+        has seen, it is answered now, and there is no line before it asks again.
+        """
+        self.has_polled = self.has_polled and seen in (None, self.wants.version)
         for want in self.wants.wants:
             key = (want.job, want.attempt)
             self.fresh.discard(key)
