@@ -25,12 +25,7 @@ from manyhands.cluster.errors import (
 )
 from manyhands.cluster.job import Failure, Job, Priority, Spec, Step
 from manyhands.cluster.jobs import HostRow
-from manyhands.cluster.messages import (
-    Holding,
-    Phase,
-    RankEnd,
-    Status,
-)
+from manyhands.cluster.messages import Holding, Phase, RankEnd, Status
 from manyhands.cluster.schedule import Decisions
 from tests.cluster.model import LEASE_S, MARGIN_S, Agent, Part, first_come, hello
 from tests.cluster.rules import Rules, Violation
