@@ -61,13 +61,15 @@ def test_logs_of_one_cluster_do_not_go_to_the_next(host) -> None:
         "while 1: print('secret', flush=True); time.sleep(0.001)"
     )
     host.start()
-    host.office.want(want(python(chatty), grace_s=1.0))
+    host.office.want(want(python(chatty), grace_s=3.0))
     host.office.wait_log(b"secret")
     host.office.cluster = "c2"
     host.office.want(want(STAYS, job=7))
     host.office.restart()
+    host.said(job=7)
     size = len(host.office.logs[1, 0, 0])
-    host.said(job=7)  # sent by the one thread that sends them all
+    host.office.want(want(STAYS, job=7), want(STAYS, job=8))
+    host.said(job=8)  # sent by the one thread that sends them all
     assert len(host.office.logs[1, 0, 0]) == size
 
 
