@@ -10,12 +10,12 @@ import subprocess
 import pytest
 from typer.main import get_command
 
-from manyhands.cli.agent import default_state as agent_state
 from manyhands.cli.agent import host_name, numbers
 from manyhands.cli.main import COMMANDS
 from manyhands.cli.submit import default_name, variables
 from manyhands.cli.up import READY_LINE, hosts_of
 from manyhands.cluster.code import Code
+from manyhands.cluster.identity import default_agent_state
 from manyhands.cluster.job import State
 from manyhands.cluster.routes import Role
 from manyhands.core.errors import SettingsError
@@ -440,6 +440,6 @@ def test_agents_arguments(monkeypatch):
     with pytest.raises(SettingsError, match="cannot be called"):
         host_name("no spaces")
     monkeypatch.setenv("XDG_STATE_HOME", "/s")
-    code = Code(role=Role.AGENT, host="::1", port=1, token="t")
-    assert str(agent_state(code, "h", None)) == "/s/manyhands/agents/--1-1/h"
-    assert str(agent_state(code, "h", "ann")) == "/var/lib/manyhands/agents/--1-1/h"
+    of_root = "/var/lib/manyhands/agents/--1-1/h"
+    assert str(default_agent_state("::1", 1, "h", None)) == "/s/manyhands/agents/--1-1/h"
+    assert str(default_agent_state("::1", 1, "h", "ann")) == of_root

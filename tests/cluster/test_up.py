@@ -22,6 +22,7 @@ from manyhands.cluster.starters import HELD
 from manyhands.cluster.up import UpSettings
 from manyhands.core.errors import SettingsError
 from manyhands.testing.processes import is_gone
+from tests.cluster import running
 from tests.cluster.running import MAIN, MARK, WAIT_S, Running, World
 from tests.cluster.sshd import Sshd
 
@@ -238,6 +239,34 @@ def test_a_hostfile_of_several_hosts_here(world):
     assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
     lines = {b"".join(world.cluster.logs(job.id, rank=rank)).decode() for rank in range(3)}
     assert lines == {"0 0 0 127.0.0.1\n", "1 1 0 127.0.0.1\n", "2 0 1 127.0.0.1\n"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run jobs as another user")
+def test_root_runs_jobs_as_the_user_it_is_given(world, monkeypatch):
+    """Each host has a folder that this user can reach; and a later `up` finds its agents there."""
+    for folder in (world.folder, *world.folder.parents[:2]):
+        folder.chmod(0o711)
+    reached = world.folder / "lib"
+    elsewhere = "from pathlib import Path\nfrom manyhands.cluster import identity\n"
+    elsewhere += f"identity._OF_ROOT = Path({str(reached)!r})\n"
+    monkeypatch.setattr(running, "MAIN", elsewhere + MAIN)
+    hostfile = world.folder / "hosts.txt"
+    hostfile.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    options = ("--hostfile", str(hostfile), "--user", "nobody", "--lease", "60s")
+    up = world.up(*options)
+    assert len(world.cluster.nodes()) == 2
+    job = world.submit("id -un; pwd", gpus=2, workdir="")
+    assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+    for rank in range(2):
+        name, where = b"".join(world.cluster.logs(job.id, rank=rank)).decode().split()
+        assert name == "nobody"
+        assert Path(where).is_relative_to(reached)
+    assert not (world.folder / "None").exists()
+    up.process.kill()
+    up.process.wait(WAIT_S)
+    assert len([p for p in world.processes() if "agent" in command_of(p)]) == 2
+    assert world.up(*options).end() == 0
+    assert world.processes() == []
 
 
 def test_no_secret_is_where_others_see_it(world):

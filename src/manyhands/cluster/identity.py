@@ -12,6 +12,7 @@ killed while it makes them leaves none or all of one.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +28,25 @@ TOKEN, AGENT_TOKEN, ADDRESS, KEY, CERTIFICATE = (
     "key.pem",
     "cert.pem",
 )
+_OF_ROOT = Path("/var/lib/manyhands")
 
 
 def default_state() -> Path:
     """Where a cluster keeps its state unless it is told otherwise."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "manyhands" / "cluster"
+
+
+def default_agent_state(address: str, port: int, host: str, user: str | None) -> Path:
+    """Where an agent keeps its state: one folder for each coordinator (its address and port) and
+    name, so that agents of several clusters can share a machine, and machines a home.
+
+    `user`: whom its jobs run as, if not the agent's own.
+    """
+    base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "manyhands"
+    if user is not None:
+        base = _OF_ROOT  # a folder of root's own is closed to the user of the jobs
+    return base / "agents" / re.sub(r"[^A-Za-z0-9.]", "-", f"{address}-{port}") / host
 
 
 @dataclass(frozen=True, kw_only=True)

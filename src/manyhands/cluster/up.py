@@ -24,7 +24,7 @@ from manyhands.cluster.crew import Crew, Trouble
 from manyhands.cluster.errors import ClusterError
 from manyhands.cluster.hostfile import HostLine
 from manyhands.cluster.hosts import Node
-from manyhands.cluster.identity import open_identity, write_address
+from manyhands.cluster.identity import default_agent_state, open_identity, write_address
 from manyhands.cluster.logs import Logs
 from manyhands.cluster.relay import open_relay
 from manyhands.cluster.routes import Role
@@ -204,9 +204,11 @@ class Up:
         starter: Starter
         state = None
         if host.is_here:
-            starter, code = LocalStarter(), self._code(self.hub.near.host, self.server.port)
-            if settings.user is None:  # to whom this folder would be closed
-                state = settings.state / "agents" / host.name
+            near, port = self.hub.near.host, self.server.port
+            starter, code = LocalStarter(), self._code(near, port)
+            state = settings.state / "agents" / host.name
+            if settings.user is not None:  # to whom that folder would be closed
+                state = default_agent_state(near, port, host.name, settings.user)
             given += ["--state", str(state)]
             # Ranks of other machines come to this one by the address that their agents use.
             given += ["--address", host.address if settings.is_local else self.hub.address.host]
