@@ -30,7 +30,7 @@ class FakeDesk:
         self.losses: list[tuple[str, str]] = []
         self.lost_one = threading.Event()
         self.went_down = threading.Event()
-        self.num_wants_asked = 0
+        self.num_jobs_asked = self.num_wants_asked = 0
 
     # What a test does to it.
 
@@ -81,6 +81,7 @@ class FakeDesk:
 
     def job(self, id):
         with self._lock:
+            self.num_jobs_asked += 1
             if id not in self._jobs:
                 raise errors.NoSuchJob(id)
             return self._jobs[id]

@@ -17,7 +17,7 @@ from manyhands.cluster.api import Api, is_written
 from manyhands.cluster.bell import Bell, Gone
 from manyhands.cluster.coordinator import Coordinator
 from manyhands.cluster.desk import HttpError
-from manyhands.cluster.gate import Gate
+from manyhands.cluster.gate import MADE_KNOWN, Gate
 from manyhands.cluster.identity import open_identity
 from manyhands.cluster.job import Job, Spec, State
 from manyhands.cluster.limits import HttpLimits
@@ -348,7 +348,7 @@ def test_who_hangs_up_is_not_waited_for():
 
 
 def test_requests_have_a_rate_by_role_and_address():
-    now = [0.0]
+    now, known = [0.0], []
     gate = Gate(
         None,
         tokens={Role.USER: "u", Role.AGENT: "a"},
@@ -363,6 +363,7 @@ def test_requests_have_a_rate_by_role_and_address():
             "type": "http", "method": "GET", "scheme": "http", "path": "/v1/info",
             "raw_path": b"/v1/info", "query_string": b"", "client": (address, 1),
             "headers": [(b"host", b"localhost"), (b"authorization", b"Bearer " + token)],
+            "state": {MADE_KNOWN: lambda: known.append(address)},
         }  # fmt: skip
         gate._admit(scope)
 
@@ -371,6 +372,7 @@ def test_requests_have_a_rate_by_role_and_address():
     with pytest.raises(HttpError) as caught:
         admit(b"u", "1.2.3.4")
     assert (caught.value.status, caught.value.retry_after_s) == (429, 0.5)
+    assert known == ["1.2.3.4"] * 4
     admit(b"a", "1.2.3.4")
     admit(b"u", "1.2.3.5")
     now[0] = 0.5

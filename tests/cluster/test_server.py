@@ -16,6 +16,7 @@ from manyhands.cluster.client import Cluster, HttpOffice
 from manyhands.cluster.code import Code, read_code
 from manyhands.cluster.dial import CoordinatorRefused, CoordinatorUnreachable, Dialler
 from manyhands.cluster.identity import open_identity
+from manyhands.cluster.job import Spec, State
 from manyhands.cluster.limits import HttpLimits
 from manyhands.cluster.messages import Hello
 from manyhands.cluster.office import OfficeUnreachable
@@ -90,6 +91,62 @@ def test_strangers_cannot_take_all_connections(serve):
         for sock in held:
             sock.close()
         until(lambda: served.say(b"nonsense\r\n\r\n") != b"")
+
+
+def test_who_has_shown_a_token_is_no_stranger_while_he_waits_for_his_first_answer(serve):
+    served = serve(limits=HttpLimits(strangers=3))
+    served.desk.submit(Spec(command=("x",)))
+    ends = []
+
+    def wait():
+        with served.cluster() as cluster:
+            try:
+                ends.append(cluster.wait(1, 60).state)
+            except (CoordinatorUnreachable, ConnectionError) as error:
+                ends.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(5)]
+    for number, thread in enumerate(threads, 1):
+        thread.start()
+        # One after the other: who is on his way in is a stranger.
+        until(lambda number=number: served.desk.num_jobs_asked >= number or ends)
+    served.desk.cancel(1)
+    for thread in threads:
+        thread.join()
+    assert ends == [State.CANCELLED] * 5
+
+
+def test_a_stranger_is_not_kept_after_his_answer(serve):
+    served = serve(limits=HttpLimits(strangers=1, idle_s=60))
+    with served.dial() as sock:
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert hear(sock).startswith(b"HTTP/1.1 200")
+    assert served.cluster().info()
+
+
+def test_that_callers_are_turned_away_is_told_once_in_a_while(serve, caplog):
+    served = serve(limits=HttpLimits(strangers=2))
+    held = [served.dial() for _ in range(2)]
+    for _ in range(3):
+        until(lambda: served.say(b"") == b"")
+    assert caplog.text.count("turns callers away: 2 connections that have shown no token") == 1
+    for sock in held:
+        sock.close()
+
+
+def test_a_process_may_have_as_many_descriptors_as_it_needs():
+    code = """
+import resource
+from manyhands.cluster.limits import HttpLimits, raise_descriptors
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+before = HttpLimits().most_connections()
+raise_descriptors(300)
+print(before, HttpLimits().most_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+raise_descriptors(200)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert said.stdout.split() == ["32", "150", "300", "300"]
 
 
 # Hanging up
