@@ -41,12 +41,13 @@ PIN = "ab" * 32
 
 @given(
     st.sampled_from(Role),
-    st.text("abc.-019", min_size=1),
+    st.tuples(st.text("abc.-019", min_size=1), st.just(PIN))
+    | st.tuples(st.sampled_from(["127.0.0.1", "::1", "localhost"]), st.sampled_from(["", PIN])),
     st.integers(1, 65535),
-    st.text(st.characters(codec="utf-8")),
-    st.sampled_from(["", PIN]),
+    st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1),
 )
-def test_codes_keep_everything(role, host, port, token, pin):
+def test_codes_keep_everything(role, place, port, token):
+    host, pin = place
     code = Code(role=role, host=host, port=port, token=token, fingerprint=pin)
     assert read_code(code.pack()) == read_code(f" '{code.pack()}'\n") == code
 
@@ -57,6 +58,27 @@ def test_codes_that_are_none():
         with pytest.raises(AddressError) as caught:
             read_code(text)
         assert packed[8:20] not in str(caught.value)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_code_that_would_send_its_token_in_the_clear_is_refused(role):
+    for host in ("192.0.2.1", "box", "0.0.0.0"):
+        with pytest.raises(AddressError, match="in the clear"):
+            read_code(Code(role=role, host=host, port=1, token="t" * 20).pack())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": 0}, {"port": 70_000}, {"port": -1}, {"host": ""}, {"host": "a\r\nb"},
+        {"token": ""}, {"token": "SECRET\nX: y"}, {"token": "SECRET\u20ac"}, {"token": "SECRET x"},
+    ],
+)  # fmt: skip
+def test_codes_that_nothing_can_be_done_with(wrong):
+    right = {"role": Role.USER, "host": "h", "port": 1, "token": "SECRET", "fingerprint": PIN}
+    with pytest.raises(AddressError, match="cannot be used") as caught:
+        read_code(Code(**{**right, **wrong}).pack())
+    assert "SECRET" not in str(caught.value)
 
 
 def test_a_code_does_not_show_its_token():

@@ -76,6 +76,13 @@ class UpSettings:
                 hint=f"--bind 0.0.0.0:{PORT}, and --advertise HOST if they know this machine by "
                 "another name than it thinks",
             )
+        if self.is_local and self.advertise is not None:
+            host, _ = split_host_port(self.advertise, PORT)
+            if not is_loopback(host):
+                raise SettingsError(
+                    f"a coordinator at {self.bind} cannot be reached by the name {host}",
+                    hint=f"--bind 0.0.0.0:{PORT}, or leave --advertise out",
+                )
         if not 1 <= self.lease_s <= 86400:
             raise SettingsError(
                 f"a lease of {self.lease_s:g} s", hint="--lease: from 1 s to a day; 15 is usual"
