@@ -15,7 +15,7 @@ from manyhands.cli.main import COMMANDS
 from manyhands.cli.submit import default_name, variables
 from manyhands.cli.up import READY_LINE, hosts_of
 from manyhands.cluster.code import Code
-from manyhands.cluster.identity import default_agent_state
+from manyhands.cluster.identity import default_agent_state, open_identity
 from manyhands.cluster.job import State
 from manyhands.cluster.routes import Role
 from manyhands.core.errors import SettingsError
@@ -24,8 +24,8 @@ from tests.cluster.running import WAIT_S, World
 WHERE = ["--coordinator", "--json", "--state"]
 FLAGS = {
     "up": [
-        *("--advertise", "--bind", "--hostfile", "--json", "--lease", "--logdir", "--python"),
-        *("--slots", "--ssh", "--state", "--user"),
+        *("--advertise", "--bind", "--hostfile", "--json", "--lease", "--logdir", "--plain"),
+        *("--python", "--slots", "--ssh", "--state", "--user"),
     ],
     "down": [*WHERE, "--timeout"],
     "agent": [
@@ -315,13 +315,16 @@ def test_ranks_and_attempts_that_are_not_there(call, failed):
 def test_another_way_to_say_where(world, call):
     environ = {**world.environ, "XDG_STATE_HOME": str(world.folder / "none")}
     environ["MANYHANDS_COORDINATOR"] = f"127.0.0.1:{world.port}"
-    environ["MANYHANDS_TOKEN"] = (world.state / "token").read_text()
+    identity = open_identity(world.state)
+    token, pin = identity.tokens[Role.USER], identity.fingerprint
+    environ["MANYHANDS_TOKEN"], environ["MANYHANDS_FINGERPRINT"] = token, pin
     assert world.command("nodes", env=environ).returncode == 0
-    token = (world.state / "token").read_text()
-    code = Code(role=Role.USER, host="127.0.0.1", port=world.port, token=token).pack()
+    code = Code(
+        role=Role.USER, host="127.0.0.1", port=world.port, token=token, fingerprint=pin
+    ).pack()
     environ = {**world.environ, "XDG_STATE_HOME": str(world.folder / "none")}
     assert world.command("nodes", "--coordinator", code, env=environ).returncode == 0
-    environ["MANYHANDS_TOKEN"] = "x" * 32
+    environ["MANYHANDS_TOKEN"], environ["MANYHANDS_FINGERPRINT"] = "x" * 32, pin
     done = world.command("nodes", "--coordinator", f"127.0.0.1:{world.port}", env=environ)
     assert done.returncode == 1
     assert "token" in done.stderr

@@ -388,7 +388,7 @@ def test_a_job_goes_through_the_real_coordinator(tmp_path, serve):
     with (
         Store.open(tmp_path / "jobs.db") as store,
         Coordinator(store) as desk,
-        Server(desk, logs, identity, bind="127.0.0.1:0") as server,
+        Server(desk, logs, identity, bind="127.0.0.1:0", plain=True) as server,
     ):
         made = serve()
         made.server, made.identity = server, identity

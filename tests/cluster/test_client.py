@@ -92,47 +92,70 @@ def test_a_code_does_not_show_its_token():
 
 @pytest.fixture
 def state(tmp_path):
-    open_identity(tmp_path / "state")
-    return tmp_path / "state"
+    open_identity(tmp_path / "manyhands" / "cluster")
+    return tmp_path / "manyhands" / "cluster"
 
 
-def find(address=None, *, state, environ=(), **given):
+def find(address=None, *, state=None, environ=(), **given):
     return find_coordinator(address, state=state, environ=dict(environ), **given)
 
 
 def test_argument_before_environment_before_state_before_default(state, tmp_path):
     identity = open_identity(state)
-    found = find(state=state)
-    assert (found.host, found.port, found.fingerprint) == ("127.0.0.1", 12347, "")
+    home = {"XDG_STATE_HOME": str(tmp_path)}
+    found = find(environ=home)
+    assert (found.host, found.port) == ("127.0.0.1", 12347)
+    assert found.fingerprint == identity.fingerprint
     assert found.token == identity.tokens[Role.USER]
     write_address(state, "https://10.0.0.5:99")
-    found = find(state=state)
+    found = find(environ=home)
     assert (found.host, found.port) == ("10.0.0.5", 99)
     assert found.fingerprint == identity.fingerprint
+    environ = {
+        **home,
+        "MANYHANDS_COORDINATOR": "box:7", "MANYHANDS_TOKEN": "t", "MANYHANDS_FINGERPRINT": PIN,
+    }  # fmt: skip
+    found = find(environ=environ)
+    assert (found.host, found.port, found.token, found.fingerprint) == ("box", 7, "t", PIN)
+    other = "cd" * 32
+    found = find("[::1]:8", environ=environ, token="u", fingerprint=other)
+    assert (found.host, found.port, found.token, found.fingerprint) == ("::1", 8, "u", other)
+    # Another machine: everything by the environment, no folder at all.
+    found = find(environ={**environ, "XDG_STATE_HOME": str(tmp_path / "none")})
+    assert found.host == "box"
+
+
+def test_a_folder_that_is_given_is_not_mixed_with_the_environment(state):
+    """It may be about another cluster, which would be shown a token of this one."""
+    identity = open_identity(state)
+    write_address(state, "https://10.0.0.5:99")
     environ = {
         "MANYHANDS_COORDINATOR": "box:7", "MANYHANDS_TOKEN": "t", "MANYHANDS_FINGERPRINT": PIN,
     }  # fmt: skip
     found = find(state=state, environ=environ)
-    assert (found.host, found.port, found.token, found.fingerprint) == ("box", 7, "t", PIN)
-    other = "cd" * 32
-    found = find("[::1]:8", state=state, environ=environ, token="u", fingerprint=other)
-    assert (found.host, found.port, found.token, found.fingerprint) == ("::1", 8, "u", other)
-    # Another machine: everything by the environment, no folder at all.
-    found = find(state=tmp_path / "none", environ=environ)
-    assert found.host == "box"
+    assert (found.host, found.port) == ("10.0.0.5", 99)
+    assert found.token == identity.tokens[Role.USER]
+    assert found.fingerprint == identity.fingerprint
 
 
-def test_a_cluster_of_this_machine_that_speaks_tls_is_known_by_its_port(state):
+def test_plain_http_is_spoken_where_somebody_said_so(state):
     write_address(state, "https://box:99")
-    assert find("127.0.0.1:99", state=state).fingerprint
-    assert not find("127.0.0.1:98", state=state).fingerprint
+    pin = open_identity(state).fingerprint
+    assert find("127.0.0.1:99", state=state).fingerprint == pin
+    assert find("127.0.0.1:98", state=state).fingerprint == pin
     assert not find("http://127.0.0.1:99", state=state).fingerprint
+    write_address(state, "http://127.0.0.1:99")
+    assert not find(state=state).fingerprint
+    assert not find("localhost:99", state=state).fingerprint
+    assert find("127.0.0.1:98", state=state).fingerprint == pin
+    assert find("box:99", state=state).fingerprint == pin
+    assert find("https://127.0.0.1:99", state=state).fingerprint == pin
 
 
 def test_a_user_code_is_an_address(state):
     code = Code(role=Role.USER, host="box", port=5, token="t", fingerprint=PIN)
     assert find(code.pack(), state=state) == code
-    assert find(state=state, environ={"MANYHANDS_COORDINATOR": code.pack()}) == code
+    assert find(environ={"MANYHANDS_COORDINATOR": code.pack()}) == code
     agents = Code(role=Role.AGENT, host="box", port=5, token="t", fingerprint=PIN)
     with pytest.raises(AddressError, match="agents"):
         find(agents.pack(), state=state)
@@ -141,8 +164,9 @@ def test_a_user_code_is_an_address(state):
 def test_what_would_send_a_token_in_the_clear_is_refused(state, tmp_path):
     with pytest.raises(AddressError, match="in the clear"):
         find("http://10.0.0.5:1", state=state)
-    with pytest.raises(AddressError, match="certificate"):
-        find("10.0.0.5:1", state=tmp_path / "none", token="t")
+    for address in ("10.0.0.5:1", "127.0.0.1:1"):
+        with pytest.raises(AddressError, match="certificate"):
+            find(address, state=tmp_path / "none", token="t")
     with pytest.raises(AddressError, match="HOST:PORT"):
         find("ftp://x", state=state)
     with pytest.raises(AddressError):
@@ -185,7 +209,7 @@ def answering(data):
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield f"127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}"
         finally:
             listening.shutdown(socket.SHUT_RDWR)
             thread.join()
@@ -193,7 +217,7 @@ def answering(data):
 
 def test_nobody_there():
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        at = f"127.0.0.1:{sock.getsockname()[1]}"
+        at = f"http://127.0.0.1:{sock.getsockname()[1]}"
     with (
         Cluster(at, token="t") as cluster,
         pytest.raises(CoordinatorUnreachable, match="manyhands up"),
@@ -246,7 +270,7 @@ def test_hung_up_without_a_word():
 def test_an_answer_that_does_not_come_has_a_named_end(monkeypatch):
     monkeypatch.setattr("manyhands.cluster.dial.ANSWER_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        at = f"127.0.0.1:{sock.getsockname()[1]}"
+        at = f"http://127.0.0.1:{sock.getsockname()[1]}"
         with (
             Cluster(at, token="t") as cluster,
             pytest.raises(CoordinatorUnreachable, match=r"within .* 0.05 s \(request\)"),
@@ -256,7 +280,7 @@ def test_an_answer_that_does_not_come_has_a_named_end(monkeypatch):
 
 def test_the_wrong_token(served):
     with (
-        Cluster(f"127.0.0.1:{served.server.port}", token="wrong-token") as cluster,
+        Cluster(f"http://127.0.0.1:{served.server.port}", token="wrong-token") as cluster,
         pytest.raises(CoordinatorRefused, match="MANYHANDS_TOKEN") as caught,
     ):
         cluster.info()
@@ -348,7 +372,7 @@ def test_connections_are_kept_and_opened_again(serve):
         with pytest.raises(CoordinatorUnreachable):
             cluster.info()
         bind = f"127.0.0.1:{served.server.port}"
-        with Server(served.desk, served.logs, served.identity, bind=bind):
+        with Server(served.desk, served.logs, served.identity, bind=bind, plain=True):
             assert cluster.info()
 
 

@@ -15,7 +15,7 @@ import pytest
 from manyhands.cluster.client import Cluster, HttpOffice
 from manyhands.cluster.code import Code, read_code
 from manyhands.cluster.dial import CoordinatorRefused, CoordinatorUnreachable, Dialler
-from manyhands.cluster.identity import open_identity
+from manyhands.cluster.identity import open_identity, write_address
 from manyhands.cluster.job import Spec, State
 from manyhands.cluster.limits import HttpLimits
 from manyhands.cluster.messages import Hello
@@ -23,6 +23,7 @@ from manyhands.cluster.office import OfficeUnreachable
 from manyhands.cluster.routes import Role
 from manyhands.cluster.server import Server, _listen
 from manyhands.core.errors import SettingsError
+from manyhands.links.tls import server_context
 from tests.cluster.conftest import ANSWER_S, hear, problem
 
 HELLO = Hello(version="1", host="h", agent="a", address="127.0.0.1", slots=(), pid=1)
@@ -281,12 +282,69 @@ def test_another_fingerprint_is_refused_before_the_token_is_shown(secure, serve)
     assert secure.user not in str(caught.value)
 
 
+def test_who_listens_in_place_of_a_coordinator_is_shown_no_token(tmp_path):
+    """Another user of this machine, at the address of a cluster that is down: he has no key."""
+    state, other = tmp_path / "state", open_identity(tmp_path / "other")
+    token = open_identity(state).tokens[Role.USER]
+    context = server_context(other.key_pem, other.certificate_pem)
+    heard = []
+
+    def listen(listening, wrap):
+        sock, _ = listening.accept()
+        sock.settimeout(ANSWER_S)
+        try:
+            with context.wrap_socket(sock, server_side=True) if wrap else sock as line:
+                heard.append(hear(line))
+        except (ssl.SSLError, ConnectionError):
+            heard.append(b"")
+
+    for wrap in (False, True):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            write_address(state, f"https://127.0.0.1:{listening.getsockname()[1]}")
+            thread = threading.Thread(target=listen, args=(listening, wrap))
+            thread.start()
+            with Cluster(state=state) as cluster:
+                # He who does not speak TLS says nothing, and the handshake would wait.
+                cluster._dialler._connect_s = ANSWER_S if wrap else 0.2
+                with pytest.raises((CoordinatorRefused, CoordinatorUnreachable)):
+                    cluster.jobs()
+            thread.join()
+    assert len(heard) == 2
+    assert not [data for data in heard if token.encode() in data or b"HTTP" in data]
+
+
+def test_plain_http_is_for_loopback(served):
+    with pytest.raises(SettingsError, match="in the clear"):
+        Server(served.desk, served.logs, served.identity, bind="0.0.0.0:0", plain=True)
+
+
+def test_a_program_that_knows_certificates_can_check_ours(serve):
+    served = serve(plain=False)
+    context = ssl.create_default_context(cafile=served.state / "cert.pem")
+    for name in ("127.0.0.1", "localhost"):
+        with context.wrap_socket(served.dial(), server_hostname=name) as sock:
+            sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert hear(sock).startswith(b"HTTP/1.1 200")
+
+
+def test_an_idle_caller_does_not_keep_a_server_from_closing(secure):
+    """TLS would wait for his goodbye, for longer than this test may take."""
+    clusters = [Cluster(secure.server.code(Role.USER, host="127.0.0.1")) for _ in range(3)]
+    for cluster in clusters:
+        cluster.info()
+    secure.server.close()
+    for cluster in clusters:
+        with pytest.raises(CoordinatorUnreachable):
+            cluster.info()
+        cluster.close()
+
+
 def test_plain_http_at_a_tls_port(secure):
     assert b"HTTP/1.1 200" not in secure.say(
         b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
     )
     at = f"127.0.0.1:{secure.server.port}"
-    plain = Cluster(at, token=secure.user, state=secure.state / "none")
+    plain = Cluster(f"http://{at}", token=secure.user, state=secure.state / "none")
     with plain, pytest.raises(CoordinatorUnreachable, match="MANYHANDS_FINGERPRINT"):
         plain.info()
 
@@ -418,8 +476,14 @@ def test_a_coordinator_killed_in_the_middle_of_a_log(tmp_path):
 
     def send():
         nonlocal have
-        token = open_identity(tmp_path).tokens[Role.AGENT]
-        code = Code(role=Role.AGENT, host="127.0.0.1", port=port, token=token)
+        identity = open_identity(tmp_path)
+        code = Code(
+            role=Role.AGENT,
+            host="127.0.0.1",
+            port=port,
+            token=identity.tokens[Role.AGENT],
+            fingerprint=identity.fingerprint,
+        )
         with HttpOffice(Dialler(code)) as office:
             while have < len(text):
                 try:

@@ -16,6 +16,7 @@ import manyhands
 from manyhands.cluster.client import Cluster
 from manyhands.cluster.code import Code
 from manyhands.cluster.hostfile import HostLine
+from manyhands.cluster.identity import open_identity
 from manyhands.cluster.job import State
 from manyhands.cluster.routes import Role
 from manyhands.cluster.starters import HELD
@@ -327,8 +328,14 @@ def test_no_agent_of_its_own(world):
 
 
 def read_code(world):
-    token = (world.state / "agent-token").read_text()
-    return Code(role=Role.AGENT, host="127.0.0.1", port=world.port, token=token).pack()
+    identity = open_identity(world.state)
+    return Code(
+        role=Role.AGENT,
+        host="127.0.0.1",
+        port=world.port,
+        token=identity.tokens[Role.AGENT],
+        fingerprint=identity.fingerprint,
+    ).pack()
 
 
 def join(world, code, *options):

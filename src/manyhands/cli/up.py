@@ -38,7 +38,7 @@ def up(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where the coordinator listens; port 0 is any. Beyond this machine it speaks TLS.",
+            help="Where the coordinator listens; port 0 is any.",
         ),
     ] = f"127.0.0.1:{PORT}",
     hostfile: Annotated[
@@ -90,6 +90,10 @@ def up(
     user: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run jobs as this user, where root is.")
     ] = None,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="No TLS, for other programs on this machine; see the docs."),
+    ] = False,
     json_output: Annotated[
         bool, typer.Option("--json", help="One JSON line on stdout when it is ready.")
     ] = False,
@@ -115,6 +119,7 @@ def up(
         ssh=parse_ssh(ssh),
         python=python or "",
         user=user,
+        plain=plain,
     )
     with News() as news:
         serve(Up(settings, say=_say), news, lambda up, ready: announce(up, ready, json_output))

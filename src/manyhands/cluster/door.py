@@ -108,11 +108,20 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._is_stranger:
-            # One that stayed would have his place for as long as he asks again.
+            # One that stayed would have his place for as long as he asks again. TLS waits for him
+            # to say goodbye, so that has an end too.
             self.transport.close()
+            self._expect_headers()
         # A part of the next request may have come with the last one.
         if self._is_between_requests() and self.conn.trailing_data[0]:
             self._expect_headers()
+
+    def shutdown(self) -> None:
+        is_idle = self._is_between_requests()
+        super().shutdown()
+        if is_idle:
+            # Nothing is under way. TLS would wait for a goodbye, which nobody there may read.
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -3,7 +3,7 @@
     STATE/key.pem, cert.pem   pinned by its agents and users
     STATE/token               the users' token
     STATE/agent-token         the agents' token
-    STATE/address             where it listens: http://127.0.0.1:12347
+    STATE/address             where it listens: https://127.0.0.1:12347
 
 Files that only their owner can read, written beside their place and renamed: a coordinator that is
 killed while it makes them leaves none or all of one.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,12 +29,14 @@ TOKEN, AGENT_TOKEN, ADDRESS, KEY, CERTIFICATE = (
     "key.pem",
     "cert.pem",
 )
+_HERE = ("localhost", "127.0.0.1", "::1")
 _OF_ROOT = Path("/var/lib/manyhands")
 
 
-def default_state() -> Path:
+def default_state(environ: Mapping[str, str] | None = None) -> Path:
     """Where a cluster keeps its state unless it is told otherwise."""
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "manyhands" / "cluster"
 
 
@@ -72,7 +75,7 @@ def open_identity(state: Path) -> Identity:
         state.chmod(0o700)
         key, certificate = _read(state / KEY), _read(state / CERTIFICATE)
         if not key or not certificate:
-            key, certificate = create_identity()
+            key, certificate = create_identity("manyhands coordinator", _HERE)
             _write(state / KEY, key)
             _write(state / CERTIFICATE, certificate)
         tokens = {

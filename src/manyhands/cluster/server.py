@@ -3,7 +3,8 @@
     with Server(coordinator, logs, identity, bind="127.0.0.1:12347") as server:
         server.url, server.code(Role.AGENT)
 
-On loopback plain HTTP; anywhere else TLS, with the identity's certificate, which callers pin.
+It speaks TLS, with the identity's certificate, which callers pin: on loopback too, where anybody
+of this machine may listen while no coordinator does. Plain HTTP is for loopback, if asked for.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ _log = logging.getLogger(__name__)
 class Server:
     """Serves from the end of `__enter__` to `close`. Raises SettingsError where it cannot listen.
 
-    `names` are further names by which it is called (its Host headers). `on_shutdown` is what a
-    request to take the cluster down does, and must return at once; without it, the coordinator's
-    `shut_down` is run in a thread.
+    `names` are further names by which it is called (its Host headers). `plain`: no TLS.
+    `on_shutdown` is what a request to take the cluster down does, and must return at once; without
+    it, the coordinator's `shut_down` is run in a thread.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Server:
         *,
         bind: str = f"127.0.0.1:{PORT}",
         names: Iterable[str] = (),
+        plain: bool = False,
         limits: HttpLimits | None = None,
         on_shutdown: Callable[[], None] | None = None,
     ) -> None:
@@ -66,7 +68,12 @@ class Server:
         self._host, self._port = split_host_port(bind, PORT)
         self._names = frozenset(names)
         self._on_shutdown = on_shutdown or self._shut_down_desk
-        self.is_plain = is_loopback(self._host)
+        self.is_plain = plain
+        if plain and not is_loopback(self._host):
+            raise SettingsError(
+                f"plain HTTP at {bind} would carry tokens in the clear",
+                hint="it is for loopback only: --bind 127.0.0.1, or leave --plain out",
+            )
         self._thread: threading.Thread | None = None
         self._helpers: list[threading.Thread] = []
         self._ready = threading.Event()
@@ -90,7 +97,7 @@ class Server:
 
     @property
     def fingerprint(self) -> str:
-        """Of the certificate that callers see; '' on loopback, where there is none."""
+        """Of the certificate that callers see; '' where there is none."""
         return "" if self.is_plain else self._identity.fingerprint
 
     def code(self, role: Role, *, host: str | None = None) -> str:
@@ -165,7 +172,7 @@ class Server:
                 api.app(),
                 tokens=self._identity.tokens,
                 names={self._host, socket.gethostname(), *self._names},
-                loopback=self.is_plain,
+                loopback=is_loopback(self._host),
                 limits=self._limits,
             )
             identity = self._identity

@@ -67,6 +67,8 @@ class UpSettings:
     """With manyhands, on the hosts that ssh leads to; empty: the path of this one."""
     user: str | None = None
     """Whom jobs run as, where agents are root."""
+    plain: bool = False
+    """HTTP without TLS: on loopback, for programs that cannot do otherwise."""
 
     def __post_init__(self) -> None:
         far = [host.address for host in self.hosts if not is_loopback(_bare(host.address))]
@@ -158,6 +160,7 @@ class Up:
                 logs,
                 identity,
                 bind=settings.bind,
+                plain=settings.plain,
                 names=() if settings.advertise is None else (self.hub.address.host,),
                 on_shutdown=lambda: self.stop("`manyhands down`"),
             )
