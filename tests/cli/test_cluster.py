@@ -13,8 +13,9 @@ from typer.main import get_command
 from manyhands.cli.agent import host_name, numbers
 from manyhands.cli.main import COMMANDS
 from manyhands.cli.submit import default_name, variables
-from manyhands.cli.up import READY_LINE, hosts_of
+from manyhands.cli.up import hosts_of
 from manyhands.cluster.code import Code
+from manyhands.cluster.foreground import READY_LINE
 from manyhands.cluster.identity import default_agent_state, open_identity
 from manyhands.cluster.job import State
 from manyhands.cluster.routes import Role

@@ -125,6 +125,7 @@ class Up:
         self._stop_reason = ""
         self._is_stopping = False
         self._hurry = threading.Event()
+        self._tell_crew: Callable[[], None] = lambda: None  # there is none yet
         self._rung = threading.Event()
         self._is_closing = False
 
@@ -172,6 +173,7 @@ class Up:
             say=self._say,
         )
         stack.enter_context(self.crew)
+        self._tell_crew = self.crew.look
         watcher = threading.Thread(target=self._watch, name="up watch")
         watcher.start()
         stack.callback(watcher.join)
@@ -268,7 +270,7 @@ class Up:
         self._hurry.set()
         with self._news:
             self._news.notify_all()
-        self.crew.look()
+        self._tell_crew()
 
     @property
     def is_stopping(self) -> bool:
@@ -285,15 +287,18 @@ class Up:
 
     def end(self) -> list[str]:
         """Blocks until everything that was started here has ended; the graces of jobs count,
-        unless it is told to `hurry`. What could not be ended as it should, for people.
+        unless it is told to `hurry`. What could not be ended as it should, for people. The rest,
+        which can still be asked, is closed by leaving the block.
         """
         self.crew.stop_starting()
         self.crew.ask_unheard()
         troubles = self._dismiss()
         killed = self.crew.end(hurry=self._hurry)
         if not troubles and not killed:
-            self.coordinator.forget_hosts()
-        self._stack.close()
+            try:
+                self.coordinator.forget_hosts()
+            except ClusterError as error:
+                troubles.append(f"hosts are still noted: {error.message}")
         return troubles + [f"the agent of {host} had to be killed" for host in killed]
 
     def _dismiss(self) -> list[str]:

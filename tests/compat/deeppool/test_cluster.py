@@ -1,5 +1,7 @@
 """DeepPool's flags, and its client's parameters."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,18 @@ def test_what_cannot_be_a_cluster(tmp_path, monkeypatch, capsys, typed, says):
     assert "error: " in capsys.readouterr().err
 
 
+def test_a_part_that_fails_takes_the_cluster_down(tmp_path):
+    code = "import sys\nfrom manyhands.links.hub import Hub; Hub._tick = lambda self: 1 / 0\n"
+    code += "from manyhands.compat.deeppool.cluster import main; sys.exit(main(sys.argv[1:]))"
+    typed = ["--addrToBind", "127.0.0.1:0", "--logdir", "logs", "--state", "state"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *typed],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "a part of the cluster failed (ZeroDivisionError)" in done.stderr
+
+
 def test_job_parameters():
     given = {
         "training_data": "pets",
@@ -108,7 +122,7 @@ class Refusing:
 
 def test_a_program_that_is_not_there_is_not_submitted(tmp_path):
     (tmp_path / "token").write_text("secret")
-    with ClusterClient("127.0.0.1:1", state=tmp_path) as client:
+    with ClusterClient("http://127.0.0.1:1", state=tmp_path) as client:
         client.cluster.close()
         client.cluster = Refusing()
         with pytest.raises(UsageError, match="no program"):
