@@ -6,11 +6,13 @@ import json
 import re
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from manyhands.cli.agent import host_name, numbers
+from manyhands.cli.cluster import same_cluster
 from manyhands.cli.main import COMMANDS
 from manyhands.cli.submit import default_name, variables
 from manyhands.cli.up import hosts_of
@@ -96,7 +98,7 @@ def test_submit_says_the_id_and_what_to_type(world, call):
     assert (code, err) == (0, "")
     id = re.match(r"job (\d+) \(sh\): PENDING", out)[1]
     for word in ("logs", "status", "cancel"):
-        assert f"manyhands {word} {id}" in out
+        assert f"manyhands {word} --state {world.state} {id}" in out
     job = world.cluster.wait(int(id), WAIT_S)
     assert job.spec.workdir == str(world.folder)
     assert job.exit_code == 0
@@ -172,7 +174,7 @@ def test_ctrl_c_in_wait_leaves_the_job(world):
     assert process.returncode == 130
     assert "Traceback" not in err
     id = int(re.search(r"job (\d+) goes on", err)[1])
-    assert f"manyhands cancel {id}" in err
+    assert f"manyhands cancel --state {world.state} {id}" in err
     assert world.cluster.job(id).state is State.RUNNING
     (world.folder / "go-on").touch()
     assert world.cluster.wait(id, WAIT_S).exit_code == 0
@@ -214,7 +216,9 @@ def test_the_way_round_a_check(call):
 @pytest.fixture(scope="module")
 def failed(shared):
     """A job whose rank 1 has failed."""
-    script = 'echo rank $RANK; test $RANK = 0 && exec sleep 600; echo "no luck" >&2; exit 9'
+    # Rank 0 has said its word when rank 1 fails, which ends it.
+    script = "echo rank $RANK; test $RANK = 0 && touch said && exec sleep 600; "
+    script += 'while ! test -e said; do sleep 0.02; done; echo "no luck" >&2; exit 9'
     job = shared.submit(script, gpus=2, name="unlucky", grace_s=1.0)
     return shared.cluster.wait(job.id, WAIT_S)
 
@@ -329,6 +333,13 @@ def test_another_way_to_say_where(world, call):
     done = world.command("nodes", "--coordinator", f"127.0.0.1:{world.port}", env=environ)
     assert done.returncode == 1
     assert "token" in done.stderr
+
+
+def test_commands_that_are_told_are_for_the_same_cluster():
+    assert same_cluster(None, None) == ""
+    assert same_cluster(None, Path("/a b")) == " --state '/a b'"
+    assert same_cluster("box:1", Path("/s")) == " --coordinator box:1"
+    assert same_cluster(" mhc1-SECRET", None) == " --coordinator CODE"
 
 
 # -- without a cluster ------------------------------------------------------------------------

@@ -402,6 +402,16 @@ def test_an_identity_is_made_once_and_private(tmp_path):
         open_identity(state / "token" / "x")
 
 
+def test_a_folder_that_was_there_stays_as_open_as_it_was(tmp_path):
+    """It may be /tmp, or a project's; what is put there is private by itself."""
+    tmp_path.chmod(0o755)
+    open_identity(tmp_path)
+    write_address(tmp_path, "https://box:1", "a code")
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    for name in ("token", "agent-token", "key.pem", "cert.pem", "code"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+
+
 def test_secrets_stay_out_of_the_log(served, caplog, capfd):
     with caplog.at_level(0):
         served.cluster().submit(["x"])

@@ -167,6 +167,9 @@ def test_beyond_loopback_it_speaks_tls(world):
         with Cluster(state=world.state) as cluster:
             job = cluster.submit(["true"])
             assert cluster.wait(job.id, WAIT_S).exit_code == 0
+        # As from another machine: a word is all that one needs.
+        with Cluster((world.state / "code").read_text()) as cluster:
+            assert cluster.job(job.id).exit_code == 0
         agent = join(world, said["code"])
         with Cluster(state=world.state) as cluster:
             world.until(lambda: len(cluster.nodes()) == 2, "an agent by the code")
@@ -175,6 +178,27 @@ def test_beyond_loopback_it_speaks_tls(world):
         assert up.end() == 0
     finally:
         up.close()
+
+
+def test_down_is_for_the_folder_that_is_named(world, tmp_path):
+    """Not for the cluster that the environment is about; without a folder it is."""
+    other = World(tmp_path / "other")
+    other.folder.mkdir()
+    up, far = world.up("--slots", "0"), other.up("--slots", "0")
+    try:
+        environ = {**world.environ, "MANYHANDS_COORDINATOR": (other.state / "code").read_text()}
+        done = world.command("down", "--state", str(world.state), env=environ)
+        assert (done.returncode, done.stdout) == (0, "the cluster is down\n"), done.stderr
+        assert up.wait() == 0
+        assert other.cluster.info()
+        again = world.up("--slots", "0")
+        environ["XDG_STATE_HOME"] = str(world.folder / "none")
+        assert world.command("down", env=environ).returncode == 0
+        assert far.wait() == 0
+        assert world.cluster.info()
+        assert again.end() == 0
+    finally:
+        other.close()
 
 
 def test_a_part_that_fails_takes_the_cluster_down(world):
@@ -283,8 +307,9 @@ def test_no_secret_is_where_others_see_it(world):
     for secret in secrets:
         assert not [text for text in public if secret in text]
     assert not [text for text in public if "mhc1-" in text]
-    modes = {(world.state / name).stat().st_mode & 0o777 for name in ("token", "agent-token")}
-    assert modes == {0o600}
+    names = ("token", "agent-token", "code", "key.pem", "jobs.db", "jobs.db-wal")
+    modes = {name: (world.state / name).stat().st_mode & 0o777 for name in names}
+    assert modes == dict.fromkeys(names, 0o600)
     assert world.state.stat().st_mode & 0o777 == 0o700
 
 

@@ -41,11 +41,13 @@ def down(
     """
     limit_s = parse_duration(timeout, what="--timeout")
     folder = default_state() if state is None else state.expanduser()
+    # The cluster that is asked need not be the one of the folder.
+    is_named = coordinator is not None or (state is None and "MANYHANDS_COORDINATOR" in os.environ)
     with contextlib.ExitStack() as stack:
-        holder = Holder.find(folder / f"{STORE}.lock") if coordinator is None else None
+        holder = None if is_named else Holder.find(folder / f"{STORE}.lock")
         if holder is not None:
             stack.callback(holder.close)
-        elif coordinator is None and not folder.joinpath(ADDRESS).exists():
+        elif not is_named and not folder.joinpath(ADDRESS).exists():
             raise UsageError(
                 f"no cluster was ever up with its state in {folder}",
                 hint="--state DIR, as `manyhands up` had it, or --coordinator HOST:PORT",

@@ -16,7 +16,7 @@ from manyhands.cli.listing import slots_of
 from manyhands.cluster.duration import parse_duration
 from manyhands.cluster.foreground import READY_LINE, serve
 from manyhands.cluster.hostfile import HostLine, read_hostfile
-from manyhands.cluster.identity import default_state
+from manyhands.cluster.identity import CODE, default_state
 from manyhands.cluster.job import MAX_SLOTS
 from manyhands.cluster.server import PORT
 from manyhands.cluster.starters import SSH, parse_ssh
@@ -159,6 +159,7 @@ def announce(up: Up, ready: Ready, json_output: bool) -> None:
     print(f"logs         {settings.logdir}")
     print(f"state        {settings.state}\n")
     print(f"join code, for manyhands agent (a secret):\n\n    {up.join_code}\n")
+    print(f"user code, for --coordinator elsewhere (a secret too): {settings.state / CODE}\n")
     print(f"submit a job:   manyhands submit{more} --gpus 1 -- python train.py")
     print(f"look at it:     manyhands jobs{more}; manyhands logs{more} ID -f")
     print(f"take it down:   Ctrl-C, or manyhands down{more}\n")

@@ -4,6 +4,7 @@
     STATE/token               the users' token
     STATE/agent-token         the agents' token
     STATE/address             where it listens: https://127.0.0.1:12347
+    STATE/code                a user code: all that users of other machines need
 
 Files that only their owner can read, written beside their place and renamed: a coordinator that is
 killed while it makes them leaves none or all of one.
@@ -22,10 +23,11 @@ from manyhands.cluster.routes import Role
 from manyhands.core.errors import SettingsError
 from manyhands.links.tls import create_identity, fingerprint_of
 
-TOKEN, AGENT_TOKEN, ADDRESS, KEY, CERTIFICATE = (
+TOKEN, AGENT_TOKEN, ADDRESS, CODE, KEY, CERTIFICATE = (
     "token",
     "agent-token",
     "address",
+    "code",
     "key.pem",
     "cert.pem",
 )
@@ -71,8 +73,8 @@ def open_identity(state: Path) -> Identity:
     folder's lock). Raises SettingsError.
     """
     try:
+        # One that was there stays as it is: it may be others' too. Every file is private.
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        state.chmod(0o700)
         key, certificate = _read(state / KEY), _read(state / CERTIFICATE)
         if not key or not certificate:
             key, certificate = create_identity("manyhands coordinator", _HERE)
@@ -90,9 +92,11 @@ def open_identity(state: Path) -> Identity:
     return Identity(key_pem=key, certificate_pem=certificate, tokens=tokens)
 
 
-def write_address(state: Path, url: str) -> None:
-    """Says to the users of this machine where the cluster is."""
+def write_address(state: Path, url: str, code: str = "") -> None:
+    """Says to the users of this machine where the cluster is, and keeps a code for others."""
     _write(state / ADDRESS, url.encode() + b"\n")
+    if code:
+        _write(state / CODE, code.encode() + b"\n")
 
 
 def read_text(path: Path) -> str:

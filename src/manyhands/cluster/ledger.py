@@ -97,8 +97,9 @@ class Ledger:
         self._lock = -1
 
     def __enter__(self) -> Self:
-        self.state.mkdir(parents=True, exist_ok=True)
-        self.state.chmod(self._mode)
+        if not self.state.exists():  # one that is there may be others' too
+            self.state.mkdir(parents=True, exist_ok=True, mode=self._mode)
+            self.state.chmod(self._mode)  # whatever the umask took
         fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

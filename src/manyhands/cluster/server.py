@@ -100,12 +100,12 @@ class Server:
         """Of the certificate that callers see; '' where there is none."""
         return "" if self.is_plain else self._identity.fingerprint
 
-    def code(self, role: Role, *, host: str | None = None) -> str:
-        """Lets its holder in, in this role. It is a secret."""
+    def code(self, role: Role, host: str | None = None, port: int | None = None) -> str:
+        """Lets its holder in, in this role, from where this host and port lead here. A secret."""
         return Code(
             role=role,
             host=host or self.host,
-            port=self._port,
+            port=port or self._port,
             token=self._identity.tokens[role],
             fingerprint=self.fingerprint,
         ).pack()

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from manyhands.cluster.code import Code
 from manyhands.cluster.coordinator import Coordinator
 from manyhands.cluster.crew import Crew, Trouble
 from manyhands.cluster.errors import ClusterError
@@ -146,7 +145,7 @@ class Up:
     def _open(self, stack: contextlib.ExitStack) -> None:
         settings = self.settings
         store = stack.enter_context(Store.open(settings.state / STORE))
-        self._identity = identity = open_identity(settings.state)
+        identity = open_identity(settings.state)
         self.logs = logs = Logs(settings.logdir)
         self.hub: Hub = stack.enter_context(
             open_relay(settings.bind, settings.advertise, settings.state)
@@ -166,7 +165,7 @@ class Up:
                 on_shutdown=lambda: self.stop("`manyhands down`"),
             )
         )
-        write_address(settings.state, self.url)
+        write_address(settings.state, self.url, self.server.code(Role.USER, *self._shown()))
         self.crew = Crew(
             [self._errand(host) for host in settings.hosts],
             is_heard=lambda host: host in self._heard,
@@ -190,19 +189,14 @@ class Up:
     @property
     def join_code(self) -> str:
         """What lets agents of other machines in. It is a secret."""
+        return self.server.code(Role.AGENT, *self._shown())
+
+    def _shown(self) -> tuple[str, int]:
+        """Where others reach it."""
         host, port = self.hub.address.host, self.server.port
         if self.settings.advertise is not None:
             host, port = split_host_port(self.settings.advertise, port)
-        return self._code(host, port)
-
-    def _code(self, host: str, port: int) -> str:
-        return Code(
-            role=Role.AGENT,
-            host=host,
-            port=port,
-            token=self._identity.tokens[Role.AGENT],
-            fingerprint=self.server.fingerprint,
-        ).pack()
+        return host, port
 
     def _errand(self, host: HostLine) -> tuple[Starter, Errand]:
         settings = self.settings
@@ -217,7 +211,7 @@ class Up:
         state = None
         if host.is_here:
             near, port = self.hub.near.host, self.server.port
-            starter, code = LocalStarter(), self._code(near, port)
+            starter, code = LocalStarter(), self.server.code(Role.AGENT, near, port)
             state = settings.state / "agents" / host.name
             if settings.user is not None:  # to whom that folder would be closed
                 state = default_agent_state(near, port, host.name, settings.user)
