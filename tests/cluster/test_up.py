@@ -142,6 +142,45 @@ def test_killed_and_up_again_within_the_lease(world):
     assert world.processes() == []
 
 
+def test_an_agent_of_an_earlier_up_that_is_killed_is_started_again(world):
+    """At once, and not when its host falls silent: that would be in an hour."""
+    up = world.up("--lease", "1h")
+    (agent,) = [p for p in world.processes() if "agent" in command_of(p)]
+    up.process.kill()
+    up.process.wait(WAIT_S)
+    again = world.up("--lease", "1h")
+    assert not is_gone(agent)
+    # Until it is minded there is another that finds its folder held.
+    world.until(lambda: agents(world) == [agent.pid], "the end of the other")
+    agent.kill()
+    world.until(lambda: len(agents(world)) == 1 and agent.pid not in agents(world), "a new one")
+    job = world.submit("true")
+    assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+    assert again.end() == 0
+    assert world.processes() == []
+
+
+def agents(world):
+    return [p.pid for p in world.processes() if "agent" in command_of(p)]
+
+
+def test_a_second_signal_is_for_agents_of_an_earlier_up_too(world):
+    up = world.up("--lease", "60s")
+    world.submit(DEAF, grace_s=3600.0)
+    rank = world.pid_in("pid-0")
+    up.process.kill()
+    up.process.wait(WAIT_S)
+    again = world.up("--lease", "60s")
+    assert not is_gone(rank)
+    world.until(lambda: len(agents(world)) == 1, "the end of the other")
+    again.signal(signal.SIGINT)
+    world.until(lambda: "a second one does not wait" in again.said(), "the first signal")
+    again.signal(signal.SIGINT)
+    assert again.wait() == 0
+    world.until_gone(rank)
+    assert world.processes() == []
+
+
 def test_a_log_is_followed_across_a_coordinator_that_is_killed(world):
     up = world.up("--lease", "60s")
     job = world.submit("echo one; while ! test -e go; do sleep 0.02; done; echo two")

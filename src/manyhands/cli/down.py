@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import select
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +14,7 @@ from manyhands.cluster.client import Cluster
 from manyhands.cluster.dial import CoordinatorUnreachable
 from manyhands.cluster.duration import parse_duration
 from manyhands.cluster.identity import ADDRESS, default_state
+from manyhands.cluster.ledger import Holder
 from manyhands.cluster.up import STORE
 from manyhands.core.errors import ManyhandsError, UsageError
 
@@ -44,7 +42,7 @@ def down(
     # The cluster that is asked need not be the one of the folder.
     is_named = coordinator is not None or (state is None and "MANYHANDS_COORDINATOR" in os.environ)
     with contextlib.ExitStack() as stack:
-        holder = None if is_named else Holder.find(folder / f"{STORE}.lock")
+        holder = None if is_named else Holder.of(folder / f"{STORE}.lock")
         if holder is not None:
             stack.callback(holder.close)
         elif not is_named and not folder.joinpath(ADDRESS).exists():
@@ -64,34 +62,6 @@ def down(
         show({"state": "down"})
     else:
         print("the cluster is down")
-
-
-class Holder:
-    """The process that holds a lock file, as `manyhands up` does that of its store."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    @classmethod
-    def find(cls, lock: Path) -> Holder | None:
-        """None if nobody holds it, or it cannot be told who."""
-        try:
-            with lock.open("rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    # Held, so whoever wrote its number there is alive: it cannot be another's.
-                    return cls(os.pidfd_open(int(file.read(20))))
-        except (OSError, ValueError, AttributeError):  # no file; no number; no Linux
-            return None
-        return None
-
-    def wait(self, limit_s: float) -> bool:
-        """Whether it has ended within the limit; a process that has is not there any more."""
-        return bool(select.select([self._fd], [], [], limit_s)[0])
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 def _ask(cluster: Cluster, holder: Holder | None, limit_s: float) -> bool:
