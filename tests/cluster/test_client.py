@@ -459,6 +459,9 @@ def test_large_logs_come_whole(served):
     assert b"".join(cluster.logs(1)) == text
     served.desk.end(1)
     assert b"".join(cluster.logs(1, follow=True)) == text
+    for offset in (1, 1 << 20, len(text) - 1, len(text), len(text) + 5):
+        assert b"".join(cluster.logs(1, offset=offset)) == text[offset:]
+        assert b"".join(cluster.logs(1, offset=offset, follow=True)) == text[offset:]
 
 
 # Offices

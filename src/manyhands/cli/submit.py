@@ -13,7 +13,7 @@ import typer
 
 from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, same_cluster, say, show
 from manyhands.cli.follow import Follower, to
-from manyhands.cli.listing import failure_lines
+from manyhands.cli.listing import failure_lines, printable
 from manyhands.cluster.duration import parse_duration
 from manyhands.cluster.job import Priority, Spec
 from manyhands.cluster.program import check_command, script_of
@@ -174,7 +174,7 @@ def await_end(cluster: Cluster, job: Job, *, json_output: bool, more: str) -> in
     code = 1 if over.exit_code is None else over.exit_code
     say(
         f"job {over.id}: {over.state}, exit code {code}"
-        + (f"; {over.reason}" if over.reason else "")
+        + (f"; {printable(over.reason)}" if over.reason else "")
     )
     if json_output:
         show(over)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import socket
 import sys
@@ -114,6 +115,8 @@ def up(
         user=user,
         plain=plain,
     )
+    if os.geteuid() == 0 and user is None and settings.hosts:
+        _say("warning: jobs run as root; --user NAME has them run as somebody else")
     serve(Up(settings, say=_say), lambda up, ready: announce(up, ready, json_output), _say)
     if not json_output:
         print("the cluster is down")
