@@ -129,6 +129,7 @@ def serve(tmp_path):
             bind = arguments.pop("bind", "127.0.0.1:0")
             # Most tests speak by sockets of their own.
             plain = arguments.pop("plain", bind == "127.0.0.1:0")
+            arguments.setdefault("on_shutdown", desk.went_down.set)
             server = stack.enter_context(
                 Server(desk, logs, identity, bind=bind, plain=plain, **arguments)
             )

@@ -144,9 +144,6 @@ class FakeDesk:
         self.losses.append((host, agent))
         self.lost_one.set()
 
-    def shut_down(self):
-        self.went_down.set()
-
     def listen(self, heard):
         self._listeners.append(heard)
         return lambda: self._listeners.remove(heard)

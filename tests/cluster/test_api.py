@@ -297,7 +297,7 @@ def test_the_bell_wakes_only_those_it_concerns():
         assert looks.count(1) == 1
         await asyncio.to_thread(bell.ring, None)
         assert await one == 2
-        assert bell.num_waiters == 0
+        assert bell._waiters == {}
         bell.close()
         # Nobody waits any more.
         assert await bell.hold(
@@ -342,7 +342,7 @@ def test_who_hangs_up_is_not_waited_for():
                 lambda: asyncio.sleep(0), enough=lambda _: False, topics=(1,), wait_s=60.0,
                 receive=receive,
             )  # fmt: skip
-        assert bell.num_waiters == 0
+        assert bell._waiters == {}
 
     asyncio.run(scenario())
 
@@ -388,7 +388,9 @@ def test_a_job_goes_through_the_real_coordinator(tmp_path, serve):
     with (
         Store.open(tmp_path / "jobs.db") as store,
         Coordinator(store) as desk,
-        Server(desk, logs, identity, bind="127.0.0.1:0", plain=True) as server,
+        Server(
+            desk, logs, identity, bind="127.0.0.1:0", plain=True, on_shutdown=lambda: None
+        ) as server,
     ):
         made = serve()
         made.server, made.identity = server, identity

@@ -372,7 +372,8 @@ def test_connections_are_kept_and_opened_again(serve):
         with pytest.raises(CoordinatorUnreachable):
             cluster.info()
         bind = f"127.0.0.1:{served.server.port}"
-        with Server(served.desk, served.logs, served.identity, bind=bind, plain=True):
+        given = (served.desk, served.logs, served.identity)
+        with Server(*given, bind=bind, plain=True, on_shutdown=lambda: None):
             assert cluster.info()
 
 

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from manyhands.cluster.errors import StoreFull
 from manyhands.cluster.foreground import Signals, serve
 from manyhands.cluster.up import Ready, Up, UpSettings
 from manyhands.core.errors import ManyhandsError
@@ -91,6 +92,24 @@ def test_to_hurry_before_it_is_open(tmp_path):
     assert up.is_stopping
 
 
+class Gone:
+    """A crew and a coordinator that all have left, on a disk without room."""
+
+    def __getattr__(self, name):
+        return lambda **given: []
+
+    def forget_hosts(self):
+        raise StoreFull("jobs.db")
+
+
+def test_a_full_disk_at_the_end_is_told_of(tmp_path):
+    up = Up(UpSettings(state=tmp_path, logdir=tmp_path), say=print)
+    up.crew = up.coordinator = Gone()
+    (trouble,) = up.end()
+    assert "no room for jobs.db" in trouble
+    up.__exit__(None, None, None)
+
+
 def test_signals_are_met_and_the_handlers_before_are_back():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with Signals() as signals:
@@ -105,6 +124,7 @@ def test_signals_are_met_and_the_handlers_before_are_back():
 
 WAITING = """
 import signal
+from manyhands.cluster.errors import StoreFull
 from manyhands.cluster.foreground import Signals
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with Signals() as signals:

@@ -315,7 +315,8 @@ def test_who_listens_in_place_of_a_coordinator_is_shown_no_token(tmp_path):
 
 def test_plain_http_is_for_loopback(served):
     with pytest.raises(SettingsError, match="in the clear"):
-        Server(served.desk, served.logs, served.identity, bind="0.0.0.0:0", plain=True)
+        Server(served.desk, served.logs, served.identity, bind="0.0.0.0:0", plain=True,
+               on_shutdown=lambda: None)  # fmt: skip
 
 
 def test_a_program_that_knows_certificates_can_check_ours(serve):
@@ -376,7 +377,8 @@ def test_beyond_loopback_names_are_known_and_addresses_are_addresses(secure):
 def test_a_port_that_is_taken(served):
     with pytest.raises(SettingsError, match="--bind"):
         Server(served.desk, served.logs, served.identity,
-               bind=f"127.0.0.1:{served.server.port}").__enter__()  # fmt: skip
+               bind=f"127.0.0.1:{served.server.port}",
+               on_shutdown=lambda: None).__enter__()  # fmt: skip
 
 
 def test_small_answers_do_not_wait_for_acknowledgements():
@@ -442,7 +444,7 @@ def test_shutdown_is_asked_once(serve):
     assert asked == [1]
 
 
-def test_shutdown_without_a_wish_asks_the_coordinator(served):
+def test_shutdown_is_for_whoever_runs_it(served):
     served.cluster().shut_down()
     served.desk.went_down.wait()
 
@@ -465,7 +467,7 @@ slots = (Slot(0, Kind.CPU, "0"),)
 with (
     Store.open(folder / "jobs.db") as store,
     Coordinator(store) as desk,
-    Server(desk, logs, identity, bind=bind) as server,
+    Server(desk, logs, identity, bind=bind, on_shutdown=lambda: None) as server,
 ):
     desk.hello(Hello(version="1", host="h", agent="a", address="x", slots=slots, pid=1))
     desk.submit(Spec(command=("x",)), "k")

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, say, show
+from manyhands.cli.duration import parse_duration
 from manyhands.cluster.client import Cluster
 from manyhands.cluster.dial import CoordinatorUnreachable
-from manyhands.cluster.duration import parse_duration
 from manyhands.cluster.identity import ADDRESS, default_state
 from manyhands.cluster.ledger import Holder
 from manyhands.cluster.up import STORE

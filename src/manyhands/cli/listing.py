@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from manyhands.cluster.duration import show_duration
+from manyhands.cli.duration import show_duration
 from manyhands.cluster.job import Failure, Job, Step
 
 if TYPE_CHECKING:

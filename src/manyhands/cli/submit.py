@@ -12,11 +12,11 @@ import msgspec
 import typer
 
 from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, same_cluster, say, show
+from manyhands.cli.duration import parse_duration
 from manyhands.cli.follow import Follower, to
 from manyhands.cli.listing import failure_lines, printable
-from manyhands.cluster.duration import parse_duration
+from manyhands.cli.program import check_command, script_of
 from manyhands.cluster.job import Priority, Spec
-from manyhands.cluster.program import check_command, script_of
 from manyhands.core.errors import SettingsError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
+from manyhands.cli.duration import parse_duration
 from manyhands.cli.listing import slots_of
-from manyhands.cluster.duration import parse_duration
 from manyhands.cluster.foreground import READY_LINE, serve
 from manyhands.cluster.hostfile import HostLine, read_hostfile
 from manyhands.cluster.identity import CODE, default_state

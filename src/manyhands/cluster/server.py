@@ -1,6 +1,6 @@
 """The server: a coordinator's API on a socket, in a thread of its own.
 
-    with Server(coordinator, logs, identity, bind="127.0.0.1:12347") as server:
+    with Server(coordinator, logs, identity, on_shutdown=stop) as server:
         server.url, server.code(Role.AGENT)
 
 It speaks TLS, with the identity's certificate, which callers pin: on loopback too, where anybody
@@ -45,8 +45,7 @@ class Server:
     """Serves from the end of `__enter__` to `close`. Raises SettingsError where it cannot listen.
 
     `names` are further names by which it is called (its Host headers). `plain`: no TLS.
-    `on_shutdown` is what a request to take the cluster down does, and must return at once; without
-    it, the coordinator's `shut_down` is run in a thread.
+    `on_shutdown` is what a request to take the cluster down does, and must return at once.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Server:
         names: Iterable[str] = (),
         plain: bool = False,
         limits: HttpLimits | None = None,
-        on_shutdown: Callable[[], None] | None = None,
+        on_shutdown: Callable[[], None],
     ) -> None:
         self._desk = desk
         self._logs = logs
@@ -67,7 +66,7 @@ class Server:
         self._limits = limits or HttpLimits()
         self._host, self._port = split_host_port(bind, PORT)
         self._names = frozenset(names)
-        self._on_shutdown = on_shutdown or self._shut_down_desk
+        self._on_shutdown = on_shutdown
         self.is_plain = plain
         if plain and not is_loopback(self._host):
             raise SettingsError(
@@ -75,7 +74,6 @@ class Server:
                 hint="it is for loopback only: --bind 127.0.0.1, or leave --plain out",
             )
         self._thread: threading.Thread | None = None
-        self._helpers: list[threading.Thread] = []
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._running: _Uvicorn | None = None
@@ -138,8 +136,6 @@ class Server:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        for helper in self._helpers:
-            helper.join()
 
     def _run(self, listening: socket.socket) -> None:
         try:
@@ -203,11 +199,6 @@ class Server:
             timeout_graceful_shutdown=_GRACE_S,
             h11_max_incomplete_event_size=self._limits.headers_bytes,
         )
-
-    def _shut_down_desk(self) -> None:
-        helper = threading.Thread(target=self._desk.shut_down, name="cluster-down")
-        self._helpers.append(helper)
-        helper.start()
 
 
 class _Uvicorn(uvicorn.Server):

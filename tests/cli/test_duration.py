@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cluster.duration import parse_duration, show_duration
+from manyhands.cli.duration import parse_duration, show_duration
 from manyhands.core.errors import SettingsError
 
 
