@@ -92,6 +92,24 @@ def test_to_hurry_before_it_is_open(tmp_path):
     assert up.is_stopping
 
 
+class Silent:
+    """A crew whose agent lives and is not heard."""
+
+    troubles = ()
+
+    def pid(self, host):
+        return 4711
+
+
+def test_who_is_not_heard_is_named_by_his_process(tmp_path):
+    """It may be one of an earlier `up`, which dials another address."""
+    up = Up(UpSettings(state=tmp_path, logdir=tmp_path), say=print)
+    up.crew = Silent()
+    (trouble,) = up._missing(["h"], 60.0)
+    assert "no word from its agent (process 4711 here) within 60 s" in str(trouble)
+    assert "an earlier `up`" in trouble.remedy
+
+
 class Gone:
     """A crew and a coordinator that all have left, on a disk without room."""
 

@@ -23,7 +23,7 @@ from manyhands.cluster.office import OfficeUnreachable
 from manyhands.cluster.routes import Role
 from manyhands.cluster.server import Server, _listen
 from manyhands.core.errors import SettingsError
-from manyhands.links.tls import server_context
+from manyhands.links.tls import client_context, server_context
 from tests.cluster.conftest import ANSWER_S, hear, problem
 
 HELLO = Hello(version="1", host="h", agent="a", address="127.0.0.1", slots=(), pid=1)
@@ -369,6 +369,17 @@ def test_beyond_loopback_names_are_known_and_addresses_are_addresses(secure):
     dialler = Dialler(code)
     assert dialler.ask("GET", "/v1/info").status == 200
     dialler.close()
+
+
+def test_beyond_loopback_a_foreign_name_is_refused_too(secure):
+    """A page whose name was made to lead here (DNS rebinding)."""
+    context = client_context()
+    for host, status in (("evil.example", b"421"), ("192.0.2.1", b"200"), ("localhost", b"200")):
+        with context.wrap_socket(secure.dial()) as sock:
+            lines = [f"GET /v1/info HTTP/1.1\r\nHost: {host}", "Connection: close"]
+            lines.append(f"Authorization: Bearer {secure.user}\r\n\r\n")
+            sock.sendall("\r\n".join(lines).encode())
+            assert hear(sock).split()[1] == status
 
 
 # Coming and going

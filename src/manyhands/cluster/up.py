@@ -358,13 +358,18 @@ class Up:
             known.get(name)
             or Trouble(
                 host=name,
-                what=f"no word from its agent within {waited_s:g} s",
-                remedy="can it reach this machine? --advertise HOST; its log: "
+                what=f"no word from its agent{self._process(name)} within {waited_s:g} s",
+                remedy="can it reach this machine? --advertise HOST. Is it of an earlier `up`, at "
+                "another address? Then it ends with its lease. Its log: "
                 + str(self.settings.logdir / "agents" / f"{name}.log"),
             )
             for name in wanted
             if name not in self._heard
         )
+
+    def _process(self, name: str) -> str:
+        pid = self.crew.pid(name)
+        return "" if pid is None else f" (process {pid} here)"
 
 
 def _bare(address: str) -> str:
