@@ -15,13 +15,10 @@ import pytest
 import manyhands
 from manyhands.cluster.client import Cluster
 from manyhands.cluster.code import Code
-from manyhands.cluster.hostfile import HostLine
 from manyhands.cluster.identity import open_identity
 from manyhands.cluster.job import State
 from manyhands.cluster.routes import Role
 from manyhands.cluster.starters import HELD
-from manyhands.cluster.up import UpSettings
-from manyhands.core.errors import SettingsError
 from manyhands.testing.processes import is_gone
 from tests.cluster import running
 from tests.cluster.running import MAIN, MARK, WAIT_S, Running, World
@@ -488,29 +485,3 @@ def test_over_a_real_ssh(world, tmp_path):
         assert (over.state, over.attempt) == (State.SUCCEEDED, 0)
         assert up.end() == 0
         world.until(lambda: world.processes() == [], "the agent over there")
-
-
-# -- settings ---------------------------------------------------------------------------------
-
-
-def test_far_hosts_need_more_than_loopback(tmp_path):
-    far = HostLine(address="ann@10.0.0.7", name="10.0.0.7")
-    with pytest.raises(SettingsError, match=r"ann@10.0.0.7 cannot reach") as caught:
-        UpSettings(state=tmp_path, logdir=tmp_path, hosts=(far,))
-    assert "--bind 0.0.0.0" in caught.value.hint
-    UpSettings(state=tmp_path, logdir=tmp_path, hosts=(far,), bind="0.0.0.0:12347")
-
-
-@pytest.mark.parametrize("advertise", ["box", "192.0.2.1:7", "[2001:db8::1]:7"])
-def test_one_that_only_this_machine_reaches_is_not_advertised_to_others(tmp_path, advertise):
-    with pytest.raises(SettingsError, match="cannot be reached") as caught:
-        UpSettings(state=tmp_path, logdir=tmp_path, bind="127.0.0.1:1", advertise=advertise)
-    assert "--bind 0.0.0.0" in caught.value.hint
-    UpSettings(state=tmp_path, logdir=tmp_path, bind="127.0.0.1:1", advertise="localhost")
-    UpSettings(state=tmp_path, logdir=tmp_path, bind="0.0.0.0:1", advertise=advertise)
-
-
-@pytest.mark.parametrize("lease_s", [0.5, 0, 1e9])
-def test_leases_out_of_range(tmp_path, lease_s):
-    with pytest.raises(SettingsError, match="a lease of"):
-        UpSettings(state=tmp_path, logdir=tmp_path, lease_s=lease_s)
