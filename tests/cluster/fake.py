@@ -26,11 +26,12 @@ class FakeDesk:
         self._hosts = {}
         self._wants: dict[str, Wants] = {}
         self.statuses = {}
+        self.num_jobs_asked = 0
         self._listeners = []
         self.losses: list[tuple[str, str]] = []
         self.lost_one = threading.Event()
         self.went_down = threading.Event()
-        self.num_jobs_asked = self.num_wants_asked = 0
+        self.num_wants_asked = 0
 
     # What a test does to it.
 

@@ -11,12 +11,11 @@ import pytest
 
 from manyhands.cluster.account import identity_of
 from manyhands.cluster.comparison import Deed, Held, Verb, compare
-from manyhands.cluster.environment import rank_environments, scrubbed
+from manyhands.cluster.environment import RESERVED, rank_environments, scrubbed
 from manyhands.cluster.lease import Lease
 from manyhands.cluster.ledger import AlreadyBegun, Key, Ledger, Record, StateHeld
 from manyhands.cluster.line import Line, Rejected, Renewed, Reported, Wanted, Welcomed
 from manyhands.cluster.messages import Hello, Kind, Phase, Slot, Status
-from manyhands.cluster.submission import OURS
 from manyhands.cluster.words import MAX_WORDS_BYTES, last_words, words_of
 from manyhands.core.errors import ManyhandsError, UsageError
 from tests.cluster.offices import PATIENCE_S, FakeOffice, want
@@ -251,7 +250,7 @@ def test_gpus_of_an_attempt_are_seen_by_all_its_ranks() -> None:
     assert [made[rank]["CUDA_VISIBLE_DEVICES"] for rank in (4, 5)] == ["GPU-3,GPU-1"] * 2
     assert [made[rank]["LOCAL_RANK"] for rank in (4, 5)] == ["0", "1"]
     assert made[4]["PATH"] == "/venv/bin:/bin"
-    assert made[4].keys() & OURS == OURS - {
+    assert made[4].keys() & RESERVED == RESERVED - {
         *("MANYHANDS_ATTEMPT", "MANYHANDS_HOST", "MANYHANDS_BATCH"),
         *("MANYHANDS_URL", "MANYHANDS_RUN"),
     }

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from manyhands.cluster.crew import FIRST_DELAY_S, LAST_DELAY_S, Crew, delays
-from manyhands.cluster.ledger import LOCK, Holder
+from manyhands.cluster.holder import LOCK, Holder
 from manyhands.cluster.starters import Errand, LocalStarter, SshStarter
 
 WAIT_S = 60.0
@@ -271,7 +271,7 @@ def test_a_holder_is_waited_for_by_a_descriptor_of_any_number():
     """select() takes those below 1024."""
     code = """
 import fcntl, os, resource, subprocess
-from manyhands.cluster.ledger import Holder
+from manyhands.cluster.holder import Holder
 resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 child = subprocess.Popen(["sleep", "600"])
 holder = Holder(child.pid, fcntl.fcntl(os.pidfd_open(child.pid), fcntl.F_DUPFD, 1500))

@@ -13,8 +13,8 @@ from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, say
 from manyhands.cli.duration import parse_duration
 from manyhands.cluster.client import Cluster
 from manyhands.cluster.dial import CoordinatorUnreachable
+from manyhands.cluster.holder import Holder
 from manyhands.cluster.identity import ADDRESS, default_state
-from manyhands.cluster.ledger import Holder
 from manyhands.cluster.up import STORE
 from manyhands.core.errors import ManyhandsError, UsageError
 

@@ -11,6 +11,15 @@ from manyhands.cluster.messages import Kind, Slot, Want
 
 ATTEMPT, HOST = "MANYHANDS_ATTEMPT", "MANYHANDS_HOST"
 """Every process of an attempt has both, and is known by them: `marker`, and the agent's host."""
+RESERVED = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "CUDA_VISIBLE_DEVICES"),
+        *(ATTEMPT, HOST, "MANYHANDS_JOB", "MANYHANDS_RESTART_COUNT", "MANYHANDS_BATCH"),
+        *("MANYHANDS_URL", "MANYHANDS_RUN", "MANYHANDS_NAME"),
+    }
+)
+"""What a job's own variables may not be called."""
 _SECRET_NAMES = frozenset({"MODEL_TOKEN"})
 _JOIN_CODE = re.compile(r"\bmhc?1-[\w-]{8,}")
 

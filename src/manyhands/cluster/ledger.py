@@ -12,13 +12,10 @@ STATE and work. All methods raise OSError for what the disk says (full, read-onl
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
-import select
 import shutil
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +31,6 @@ from manyhands.core.errors import ManyhandsError
 _KEEPER_LOCK = "keeper.lock"
 _FOLDER = re.compile(r"(\d+)-(\d+)")
 _CLUSTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-
-
-LOCK = "lock"
-"""In a state folder; an agent that works there holds it."""
 
 
 class Key(NamedTuple):
@@ -74,69 +67,6 @@ class StateHeld(ManyhandsError):
     """Another agent works in this state folder."""
 
 
-class Holder:
-    """The process that holds a lock file and wrote its number there: an agent that of its state
-    folder, `manyhands up` that of its store. It need be no child; its exit code is not known.
-    """
-
-    def __init__(self, pid: int, fd: int) -> None:
-        self.pid, self._fd = pid, fd
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    @classmethod
-    def of(cls, lock: Path) -> Self | None:
-        """None if nobody holds it, or it cannot be told who, or this system has no such thing."""
-        pid = _holding(lock)
-        if pid is None:
-            return None
-        try:
-            fd = os.pidfd_open(pid)
-        except (OSError, AttributeError):
-            return None
-        # It may have gone, and its number to another, before there was a descriptor of it.
-        if _holding(lock) != pid:
-            os.close(fd)
-            return None
-        return cls(pid, fd)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until it has ended, or time is up; whether it has. By one thread."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
-
-    def send(self, number: int) -> None:
-        """A signal, if it is still there."""
-        with self._lock, contextlib.suppress(ProcessLookupError):
-            if not self._is_closed:
-                signal.pidfd_send_signal(self._fd, number)
-
-    def close(self) -> None:
-        """Idempotent. Not while somebody waits."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                os.close(self._fd)
-
-
-def _holding(lock: Path) -> int | None:
-    try:
-        fd = os.open(lock, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        said = os.pread(fd, 32, 0).strip()
-        return int(said) if said.isdigit() else None
-    except OSError:  # a disk without locks
-        return None
-    finally:
-        os.close(fd)
-    return None
-
-
 class AlreadyBegun(ManyhandsError):
     """An attempt was begun here before, and must not be again."""
 
@@ -151,10 +81,9 @@ class Ledger:
         self._lock = -1
 
     def __enter__(self) -> Self:
-        if not self.state.exists():  # one that is there may be others' too
-            self.state.mkdir(parents=True, exist_ok=True, mode=self._mode)
-            self.state.chmod(self._mode)  # whatever the umask took
-        fd = os.open(self.state / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        self.state.mkdir(parents=True, exist_ok=True)
+        self.state.chmod(self._mode)
+        fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -55,8 +55,6 @@ def _end(pid: int, wanted: list[bytes], patience_s: float) -> bool:
             return True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(fd, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)  # readable: it has ended
-        return bool(poll.poll(1000 * patience_s))
+        return bool(select.select([fd], [], [], patience_s)[0])  # readable: it has ended
     finally:
         os.close(fd)

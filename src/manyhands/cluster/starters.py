@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
-from manyhands.cluster.ledger import LOCK, Holder
+from manyhands.cluster.holder import LOCK, Holder
 from manyhands.core.errors import ManyhandsError, SettingsError
 
 HELD = 75

@@ -29,7 +29,6 @@ OURS = frozenset(
         "CUDA_VISIBLE_DEVICES",
         "MANYHANDS_JOB",
         "MANYHANDS_ATTEMPT",
-        "MANYHANDS_HOST",
         "MANYHANDS_RESTART_COUNT",
         "MANYHANDS_BATCH",
         "MANYHANDS_URL",
