@@ -90,7 +90,6 @@ def test_a_name_that_nobody_has():
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi",
         b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nhi",
         b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{\"name\": 1}",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
         b"SSH-2.0-OpenSSH_9.2\r\n",
         b'HTTP/1.1 200 OK\r\nContent-Length: 28\r\n\r\n{"version":"9","protocol":9}',
     ],
@@ -100,6 +99,15 @@ def test_somebody_else_answers(data):
         answering(data) as at,
         Cluster(at, token="t") as cluster,
         pytest.raises(OtherVersion, match="same version"),
+    ):
+        cluster.info()
+
+
+def test_an_answer_that_breaks_off():
+    with (
+        answering(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{") as at,
+        Cluster(at, token="t") as cluster,
+        pytest.raises(CoordinatorUnreachable, match="in the middle of an answer"),
     ):
         cluster.info()
 

@@ -206,7 +206,10 @@ class _Connection(http.client.HTTPConnection):
             self.request(method, path, body=body or None, headers=headers)
         response = self.getresponse()
         most = -1 if response.status < 400 else _MAX_ERROR_BYTES
-        data = response.read(most) if most > 0 else response.read()
+        try:
+            data = response.read(most) if most > 0 else response.read()
+        except http.client.IncompleteRead:
+            raise ConnectionResetError("it died in the middle of an answer") from None
         if response.will_close or not response.isclosed():
             self.close()
         return Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, data)
