@@ -23,6 +23,7 @@ bench: setup
 	.venv/bin/python benchmarks/stages.py --json benchmarks/results/stages.json
 	.venv/bin/python benchmarks/order.py --json benchmarks/results/order.json
 	.venv/bin/python benchmarks/data.py --json benchmarks/results/data.json
+	.venv/bin/python benchmarks/cluster.py $(if $(RAY),--ray $(RAY)) --json benchmarks/results/cluster.json
 
 bench-scale: setup
 	.venv/bin/python benchmarks/scale.py --json benchmarks/results/scale.json

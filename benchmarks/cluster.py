@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -58,6 +59,8 @@ class Up:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.process: subprocess.Popen[bytes] | None = None
+        with socket.create_server(("127.0.0.1", 0)) as probe:  # the same in all its lives
+            self.port = probe.getsockname()[1]
 
     def start(self) -> None:
         command = ["up", "--bind", f"127.0.0.1:{self.port}", "--state", str(self.state)]
@@ -72,10 +75,6 @@ class Up:
     @property
     def state(self) -> Path:
         return self._folder / "state"
-
-    @property
-    def port(self) -> int:
-        return 21347
 
     def await_ready(self) -> None:
         assert self.process is not None

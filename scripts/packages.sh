@@ -34,7 +34,7 @@ if ! [ -e "$policy" ]; then
     printf '#!/bin/sh\nexit 101\n' | $root tee "$policy" >/dev/null
     $root chmod 755 "$policy"
 fi
-$root apt-get update -q || fail "apt-get update failed"
+$root apt-get -o DPkg::Lock::Timeout=300 update -q || fail "apt-get update failed"
 # Unquoted: one word a package.
 $root env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -q -y --no-install-recommends $missing || fail "apt-get install failed"
+    apt-get -o DPkg::Lock::Timeout=300 install -q -y --no-install-recommends $missing || fail "apt-get install failed"

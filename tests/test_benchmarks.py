@@ -159,6 +159,38 @@ def test_data(tmp_path: Path) -> None:
     assert {row["samples"] for row in rows} == {1797}
 
 
+def test_cluster(tmp_path: Path) -> None:
+    target, log = tmp_path / "result.json", tmp_path / "log"
+    command = [sys.executable, FOLDER / "cluster.py", "--quick", "--json", target]
+    (scratch := tmp_path / "scratch").mkdir()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(scratch)}
+        )
+        try:
+            process.wait(PATIENCE_S)
+        finally:
+            end_tree(process, patience_s=0.0)
+    assert process.returncode == 0, log.read_text()
+    assert "ray is left out" in log.read_text()
+    result = json.loads(target.read_text())
+    assert result["bench"] == "cluster"
+    rows = result["rows"]
+    assert {row["system"] for row in rows} == {"manyhands"}
+    assert [(row["job"], row["by"]) for row in rows if row["what"] == "start"] == [
+        ("hello", "client"),
+        ("hello", "command"),
+        ("step", "client"),
+        ("step", "command"),
+    ]
+    assert [row["clients"] for row in rows if row["what"] == "submit"] == [1, 8]
+    assert [row["complete"] for row in rows if row["what"] == "logs"] == [True]
+    assert [row["nothing_lost"] for row in rows if row["what"] == "recovery"] == [True]
+    assert {row["moment"] for row in rows if row["what"] == "tick"} >= {"empty", "full", "rush"}
+    for row in rows:
+        assert 0 < row["p10_s"] <= row["median_s"] <= row["p90_s"]
+
+
 # -- ended before its end -------------------------------------------------------------------------
 
 GUARDED = """

@@ -6,16 +6,19 @@ import json
 import re
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
-from manyhands.cli.agent import default_state as agent_state
 from manyhands.cli.agent import host_name, numbers
+from manyhands.cli.cluster import same_cluster
 from manyhands.cli.main import COMMANDS
 from manyhands.cli.submit import default_name, variables
-from manyhands.cli.up import READY_LINE, hosts_of
+from manyhands.cli.up import hosts_of
 from manyhands.cluster.code import Code
+from manyhands.cluster.foreground import READY_LINE
+from manyhands.cluster.identity import default_agent_state, open_identity
 from manyhands.cluster.job import State
 from manyhands.cluster.routes import Role
 from manyhands.core.errors import SettingsError
@@ -24,8 +27,8 @@ from tests.cluster.running import WAIT_S, World
 WHERE = ["--coordinator", "--json", "--state"]
 FLAGS = {
     "up": [
-        *("--advertise", "--bind", "--hostfile", "--json", "--lease", "--logdir", "--python"),
-        *("--slots", "--ssh", "--state", "--user"),
+        *("--advertise", "--bind", "--hostfile", "--json", "--lease", "--logdir", "--plain"),
+        *("--python", "--slots", "--ssh", "--state", "--user"),
     ],
     "down": [*WHERE, "--timeout"],
     "agent": [
@@ -95,7 +98,7 @@ def test_submit_says_the_id_and_what_to_type(world, call):
     assert (code, err) == (0, "")
     id = re.match(r"job (\d+) \(sh\): PENDING", out)[1]
     for word in ("logs", "status", "cancel"):
-        assert f"manyhands {word} {id}" in out
+        assert f"manyhands {word} --state {world.state} {id}" in out
     job = world.cluster.wait(int(id), WAIT_S)
     assert job.spec.workdir == str(world.folder)
     assert job.exit_code == 0
@@ -171,7 +174,7 @@ def test_ctrl_c_in_wait_leaves_the_job(world):
     assert process.returncode == 130
     assert "Traceback" not in err
     id = int(re.search(r"job (\d+) goes on", err)[1])
-    assert f"manyhands cancel {id}" in err
+    assert f"manyhands cancel --state {world.state} {id}" in err
     assert world.cluster.job(id).state is State.RUNNING
     (world.folder / "go-on").touch()
     assert world.cluster.wait(id, WAIT_S).exit_code == 0
@@ -213,7 +216,9 @@ def test_the_way_round_a_check(call):
 @pytest.fixture(scope="module")
 def failed(shared):
     """A job whose rank 1 has failed."""
-    script = 'echo rank $RANK; test $RANK = 0 && exec sleep 600; echo "no luck" >&2; exit 9'
+    # Rank 0 has said its word when rank 1 fails, which ends it.
+    script = "echo rank $RANK; test $RANK = 0 && touch said && exec sleep 600; "
+    script += 'while ! test -e said; do sleep 0.02; done; echo "no luck" >&2; exit 9'
     job = shared.submit(script, gpus=2, name="unlucky", grace_s=1.0)
     return shared.cluster.wait(job.id, WAIT_S)
 
@@ -315,16 +320,26 @@ def test_ranks_and_attempts_that_are_not_there(call, failed):
 def test_another_way_to_say_where(world, call):
     environ = {**world.environ, "XDG_STATE_HOME": str(world.folder / "none")}
     environ["MANYHANDS_COORDINATOR"] = f"127.0.0.1:{world.port}"
-    environ["MANYHANDS_TOKEN"] = (world.state / "token").read_text()
+    identity = open_identity(world.state)
+    token, pin = identity.tokens[Role.USER], identity.fingerprint
+    environ["MANYHANDS_TOKEN"], environ["MANYHANDS_FINGERPRINT"] = token, pin
     assert world.command("nodes", env=environ).returncode == 0
-    token = (world.state / "token").read_text()
-    code = Code(role=Role.USER, host="127.0.0.1", port=world.port, token=token).pack()
+    code = Code(
+        role=Role.USER, host="127.0.0.1", port=world.port, token=token, fingerprint=pin
+    ).pack()
     environ = {**world.environ, "XDG_STATE_HOME": str(world.folder / "none")}
     assert world.command("nodes", "--coordinator", code, env=environ).returncode == 0
-    environ["MANYHANDS_TOKEN"] = "x" * 32
+    environ["MANYHANDS_TOKEN"], environ["MANYHANDS_FINGERPRINT"] = "x" * 32, pin
     done = world.command("nodes", "--coordinator", f"127.0.0.1:{world.port}", env=environ)
     assert done.returncode == 1
     assert "token" in done.stderr
+
+
+def test_commands_that_are_told_are_for_the_same_cluster():
+    assert same_cluster(None, None) == ""
+    assert same_cluster(None, Path("/a b")) == " --state '/a b'"
+    assert same_cluster("box:1", Path("/s")) == " --coordinator box:1"
+    assert same_cluster(" mhc1-SECRET", None) == " --coordinator CODE"
 
 
 # -- without a cluster ------------------------------------------------------------------------
@@ -440,6 +455,6 @@ def test_agents_arguments(monkeypatch):
     with pytest.raises(SettingsError, match="cannot be called"):
         host_name("no spaces")
     monkeypatch.setenv("XDG_STATE_HOME", "/s")
-    code = Code(role=Role.AGENT, host="::1", port=1, token="t")
-    assert str(agent_state(code, "h", None)) == "/s/manyhands/agents/--1-1/h"
-    assert str(agent_state(code, "h", "ann")) == "/var/lib/manyhands/agents/--1-1/h"
+    of_root = "/var/lib/manyhands/agents/--1-1/h"
+    assert str(default_agent_state("::1", 1, "h", None)) == "/s/manyhands/agents/--1-1/h"
+    assert str(default_agent_state("::1", 1, "h", "ann")) == of_root

@@ -1,18 +1,38 @@
-"""Jobs, histories and hosts as text for people; a log from a point on."""
+"""Jobs, histories and hosts as text for people; logs as JSON."""
 
 from __future__ import annotations
 
-from manyhands.cli.follow import after
+import json
+
 from manyhands.cli.listing import failure_lines, job_lines, job_rows, node_rows
+from manyhands.cli.logs import _JsonLines
 from manyhands.cluster.hosts import Node
 from manyhands.cluster.job import Ending, Failure, Job, Place, Spec, State, Step
 from manyhands.cluster.messages import Kind, Origin, Slot
 
 
-def test_a_log_from_a_point_on():
-    assert list(after(0, iter([b"ab", b"cd"]))) == [b"ab", b"cd"]
-    assert list(after(3, iter([b"ab", b"cd", b"e"]))) == [b"d", b"e"]
-    assert list(after(9, iter([b"ab"]))) == []
+def test_lines_of_json_are_those_of_the_log_however_it_comes(capsys):
+    text = b"one\n\ntwo\nthree"
+    for size in (1, 2, 5, 100):
+        printer = _JsonLines(3)
+        for start in range(0, len(text), size):
+            printer.feed(text[start : start + size])
+        printer.finish()
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert lines == [{"rank": 3, "line": line} for line in ("one", "", "two", "three")]
+
+
+def test_nothing_that_a_terminal_would_obey_is_shown():
+    """Of what jobs and agents of others say."""
+    evil = "\x1b]0;x\x07\x9b2J\u202e\r"
+    spec = Spec(command=("x", evil), name="x", workdir=f"/{evil}")
+    failure = Failure(rank=0, host="h", exit_code=1, words=f"a{evil}\nb\tc")
+    job = Job(id=1, spec=spec, submitted_s=0.0, state=State.FAILED, reason=evil, failure=failure)
+    step = Step(job=1, seq=1, state=State.FAILED, reason=evil, at_s=0.0)
+    node = Node(name="h", address=evil, state="here", slots=(), origin="user", heard_s=0.0)
+    lines = [*job_rows([job], 1.0), *job_lines(job, [step], 1.0), *node_rows([node], 1.0)]
+    assert all(line.isprintable() for line in lines), lines
+    assert "    b c" in lines
 
 
 def test_listings_of_what_waits_runs_and_ends():

@@ -127,7 +127,12 @@ def serve(tmp_path):
             desk = FakeDesk()
             logs = Logs(state / "logs", reserve_bytes=0)
             bind = arguments.pop("bind", "127.0.0.1:0")
-            server = stack.enter_context(Server(desk, logs, identity, bind=bind, **arguments))
+            # Most tests speak by sockets of their own.
+            plain = arguments.pop("plain", bind == "127.0.0.1:0")
+            arguments.setdefault("on_shutdown", desk.went_down.set)
+            server = stack.enter_context(
+                Server(desk, logs, identity, bind=bind, plain=plain, **arguments)
+            )
             return Served(desk, logs, server, identity, state, stack.enter_context(ExitStack()))
 
         yield start

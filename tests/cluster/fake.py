@@ -26,6 +26,7 @@ class FakeDesk:
         self._hosts = {}
         self._wants: dict[str, Wants] = {}
         self.statuses = {}
+        self.num_jobs_asked = 0
         self._listeners = []
         self.losses: list[tuple[str, str]] = []
         self.lost_one = threading.Event()
@@ -82,6 +83,7 @@ class FakeDesk:
 
     def job(self, id):
         with self._lock:
+            self.num_jobs_asked += 1
             if id not in self._jobs:
                 raise errors.NoSuchJob(id)
             return self._jobs[id]
@@ -148,9 +150,6 @@ class FakeDesk:
     def lost(self, host, agent):
         self.losses.append((host, agent))
         self.lost_one.set()
-
-    def shut_down(self):
-        self.went_down.set()
 
     def listen(self, heard):
         self._listeners.append(heard)

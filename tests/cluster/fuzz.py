@@ -107,7 +107,7 @@ def coordinator(folder: Path):
     with (
         Store.open(folder / "jobs.db") as store,
         Coordinator(store, lease_s=600.0) as desk,
-        Server(desk, logs, identity, bind="127.0.0.1:0", limits=generous,
+        Server(desk, logs, identity, bind="127.0.0.1:0", plain=True, limits=generous,
                on_shutdown=lambda: None) as server,
     ):  # fmt: skip
         slots = tuple(Slot(n, Kind.CPU, str(n)) for n in range(8))

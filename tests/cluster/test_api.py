@@ -17,7 +17,7 @@ from manyhands.cluster.api import Api, is_written
 from manyhands.cluster.bell import Bell, Gone
 from manyhands.cluster.coordinator import Coordinator
 from manyhands.cluster.desk import HttpError
-from manyhands.cluster.gate import Gate
+from manyhands.cluster.gate import MADE_KNOWN, Gate
 from manyhands.cluster.identity import open_identity
 from manyhands.cluster.job import Job, Spec, State
 from manyhands.cluster.limits import HttpLimits
@@ -314,7 +314,7 @@ def test_the_bell_wakes_only_those_it_concerns():
         assert looks.count(1) == 1
         await asyncio.to_thread(bell.ring, None)
         assert await one == 2
-        assert bell.num_waiters == 0
+        assert bell._waiters == {}
         bell.close()
         # Nobody waits any more.
         assert await bell.hold(
@@ -359,13 +359,13 @@ def test_who_hangs_up_is_not_waited_for():
                 lambda: asyncio.sleep(0), enough=lambda _: False, topics=(1,), wait_s=60.0,
                 receive=receive,
             )  # fmt: skip
-        assert bell.num_waiters == 0
+        assert bell._waiters == {}
 
     asyncio.run(scenario())
 
 
 def test_requests_have_a_rate_by_role_and_address():
-    now = [0.0]
+    now, known = [0.0], []
     gate = Gate(
         None,
         tokens={Role.USER: "u", Role.AGENT: "a"},
@@ -380,6 +380,7 @@ def test_requests_have_a_rate_by_role_and_address():
             "type": "http", "method": "GET", "scheme": "http", "path": "/v1/info",
             "raw_path": b"/v1/info", "query_string": b"", "client": (address, 1),
             "headers": [(b"host", b"localhost"), (b"authorization", b"Bearer " + token)],
+            "state": {MADE_KNOWN: lambda: known.append(address)},
         }  # fmt: skip
         gate._admit(scope)
 
@@ -388,6 +389,7 @@ def test_requests_have_a_rate_by_role_and_address():
     with pytest.raises(HttpError) as caught:
         admit(b"u", "1.2.3.4")
     assert (caught.value.status, caught.value.retry_after_s) == (429, 0.5)
+    assert known == ["1.2.3.4"] * 4
     admit(b"a", "1.2.3.4")
     admit(b"u", "1.2.3.5")
     now[0] = 0.5
@@ -403,7 +405,9 @@ def test_a_job_goes_through_the_real_coordinator(tmp_path, serve):
     with (
         Store.open(tmp_path / "jobs.db") as store,
         Coordinator(store) as desk,
-        Server(desk, logs, identity, bind="127.0.0.1:0") as server,
+        Server(
+            desk, logs, identity, bind="127.0.0.1:0", plain=True, on_shutdown=lambda: None
+        ) as server,
     ):
         made = serve()
         made.server, made.identity = server, identity

@@ -1,4 +1,4 @@
-"""The client: how it finds a coordinator, what it says when it cannot, logs across attempts."""
+"""The client: what it says when it reaches nobody, jobs, logs across attempts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from manyhands.cluster.client import Cluster, HttpOffice, WaitTimeout
 from manyhands.cluster.code import Code, read_code
@@ -21,123 +19,17 @@ from manyhands.cluster.dial import (
     OtherVersion,
 )
 from manyhands.cluster.errors import BadJob, NoSuchJob
-from manyhands.cluster.find import find_coordinator
-from manyhands.cluster.identity import open_identity, write_address
 from manyhands.cluster.job import State
 from manyhands.cluster.messages import Hello
 from manyhands.cluster.office import OfficeRefused, OfficeUnreachable
 from manyhands.cluster.routes import Role
 from manyhands.cluster.server import Server
-from manyhands.core.errors import AddressError, NoMeetingPoint, SettingsError, UsageError
+from manyhands.core.errors import UsageError
 from tests.cluster.conftest import ANSWER_S
 from tests.cluster.fake import FakeDesk
 
 HELLO = Hello(version="1", host="h", agent="a", address="127.0.0.1", slots=(), pid=1)
 PIN = "ab" * 32
-
-
-# Codes
-
-
-@given(
-    st.sampled_from(Role),
-    st.text("abc.-019", min_size=1),
-    st.integers(1, 65535),
-    st.text(st.characters(codec="utf-8")),
-    st.sampled_from(["", PIN]),
-)
-def test_codes_keep_everything(role, host, port, token, pin):
-    code = Code(role=role, host=host, port=port, token=token, fingerprint=pin)
-    assert read_code(code.pack()) == read_code(f" '{code.pack()}'\n") == code
-
-
-def test_codes_that_are_none():
-    packed = Code(role=Role.USER, host="h", port=1, token="SECRET-TOKEN", fingerprint=PIN).pack()
-    for text in (packed[:-1], packed[:9] + packed[10:], packed + "!", "mhc1-", "mh1-x", "x", ""):
-        with pytest.raises(AddressError) as caught:
-            read_code(text)
-        assert packed[8:20] not in str(caught.value)
-
-
-def test_a_code_does_not_show_its_token():
-    code = Code(role=Role.USER, host="h", port=1, token="SECRET", fingerprint=PIN)
-    assert "SECRET" not in f"{code} {code!r}"
-    assert str(code) == "https://h:1"
-
-
-# Finding
-
-
-@pytest.fixture
-def state(tmp_path):
-    open_identity(tmp_path / "state")
-    return tmp_path / "state"
-
-
-def find(address=None, *, state, environ=(), **given):
-    return find_coordinator(address, state=state, environ=dict(environ), **given)
-
-
-def test_argument_before_environment_before_state_before_default(state, tmp_path):
-    identity = open_identity(state)
-    found = find(state=state)
-    assert (found.host, found.port, found.fingerprint) == ("127.0.0.1", 12347, "")
-    assert found.token == identity.tokens[Role.USER]
-    write_address(state, "https://10.0.0.5:99")
-    found = find(state=state)
-    assert (found.host, found.port) == ("10.0.0.5", 99)
-    assert found.fingerprint == identity.fingerprint
-    environ = {
-        "MANYHANDS_COORDINATOR": "box:7", "MANYHANDS_TOKEN": "t", "MANYHANDS_FINGERPRINT": PIN,
-    }  # fmt: skip
-    found = find(state=state, environ=environ)
-    assert (found.host, found.port, found.token, found.fingerprint) == ("box", 7, "t", PIN)
-    other = "cd" * 32
-    found = find("[::1]:8", state=state, environ=environ, token="u", fingerprint=other)
-    assert (found.host, found.port, found.token, found.fingerprint) == ("::1", 8, "u", other)
-    # Another machine: everything by the environment, no folder at all.
-    found = find(state=tmp_path / "none", environ=environ)
-    assert found.host == "box"
-
-
-def test_a_cluster_of_this_machine_that_speaks_tls_is_known_by_its_port(state):
-    write_address(state, "https://box:99")
-    assert find("127.0.0.1:99", state=state).fingerprint
-    assert not find("127.0.0.1:98", state=state).fingerprint
-    assert not find("http://127.0.0.1:99", state=state).fingerprint
-
-
-def test_a_user_code_is_an_address(state):
-    code = Code(role=Role.USER, host="box", port=5, token="t", fingerprint=PIN)
-    assert find(code.pack(), state=state) == code
-    assert find(state=state, environ={"MANYHANDS_COORDINATOR": code.pack()}) == code
-    agents = Code(role=Role.AGENT, host="box", port=5, token="t", fingerprint=PIN)
-    with pytest.raises(AddressError, match="agents"):
-        find(agents.pack(), state=state)
-
-
-def test_what_would_send_a_token_in_the_clear_is_refused(state, tmp_path):
-    with pytest.raises(AddressError, match="in the clear"):
-        find("http://10.0.0.5:1", state=state)
-    with pytest.raises(AddressError, match="certificate"):
-        find("10.0.0.5:1", state=tmp_path / "none", token="t")
-    with pytest.raises(AddressError, match="HOST:PORT"):
-        find("ftp://x", state=state)
-    with pytest.raises(AddressError):
-        find("127.0.0.1:12:34", state=state)
-
-
-def test_no_token(tmp_path, state):
-    with pytest.raises(NoMeetingPoint, match="manyhands up"):
-        find(state=tmp_path / "none")
-    with pytest.raises(AddressError, match="characters"):
-        find(state=state, token="a\r\nX: y")
-    (state / "token").write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingsError, match="token"):
-        find(state=state)
-    (state / "cert.pem").write_text("nonsense")
-    with pytest.raises(SettingsError, match="certificate"):
-        find("10.0.0.5:1", state=state, token="t")
 
 
 # Errors
@@ -163,7 +55,7 @@ def answering(data):
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield f"127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}"
         finally:
             listening.shutdown(socket.SHUT_RDWR)
             thread.join()
@@ -171,7 +63,7 @@ def answering(data):
 
 def test_nobody_there():
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        at = f"127.0.0.1:{sock.getsockname()[1]}"
+        at = f"http://127.0.0.1:{sock.getsockname()[1]}"
     with (
         Cluster(at, token="t") as cluster,
         pytest.raises(CoordinatorUnreachable, match="manyhands up"),
@@ -212,18 +104,18 @@ def test_somebody_else_answers(data):
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "why"),
     [
-        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{",
-        b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n\r\nhi",
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", "in the middle of an answer"),
+        (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n\r\nhi", "is it up"),
     ],
 )
-def test_an_answer_that_is_cut_off_or_a_proxys_passes(data):
+def test_an_answer_that_is_cut_off_or_a_proxys_passes(data, why):
     """The coordinator was killed while it spoke, or is away."""
     with (
         answering(data) as at,
         Cluster(at, token="t") as cluster,
-        pytest.raises(CoordinatorUnreachable, match="is it up"),
+        pytest.raises(CoordinatorUnreachable, match=why),
     ):
         cluster.info()
 
@@ -240,7 +132,7 @@ def test_hung_up_without_a_word():
 def test_an_answer_that_does_not_come_has_a_named_end(monkeypatch):
     monkeypatch.setattr("manyhands.cluster.dial.ANSWER_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        at = f"127.0.0.1:{sock.getsockname()[1]}"
+        at = f"http://127.0.0.1:{sock.getsockname()[1]}"
         with (
             Cluster(at, token="t") as cluster,
             pytest.raises(CoordinatorUnreachable, match=r"within .* 0.05 s \(request\)"),
@@ -250,7 +142,7 @@ def test_an_answer_that_does_not_come_has_a_named_end(monkeypatch):
 
 def test_the_wrong_token(served):
     with (
-        Cluster(f"127.0.0.1:{served.server.port}", token="wrong-token") as cluster,
+        Cluster(f"http://127.0.0.1:{served.server.port}", token="wrong-token") as cluster,
         pytest.raises(CoordinatorRefused, match="MANYHANDS_TOKEN") as caught,
     ):
         cluster.info()
@@ -342,7 +234,8 @@ def test_connections_are_kept_and_opened_again(serve):
         with pytest.raises(CoordinatorUnreachable):
             cluster.info()
         bind = f"127.0.0.1:{served.server.port}"
-        with Server(served.desk, served.logs, served.identity, bind=bind):
+        given = (served.desk, served.logs, served.identity)
+        with Server(*given, bind=bind, plain=True, on_shutdown=lambda: None):
             assert cluster.info()
 
 
@@ -429,6 +322,9 @@ def test_large_logs_come_whole(served):
     assert b"".join(cluster.logs(1)) == text
     served.desk.end(1)
     assert b"".join(cluster.logs(1, follow=True)) == text
+    for offset in (1, 1 << 20, len(text) - 1, len(text), len(text) + 5):
+        assert b"".join(cluster.logs(1, offset=offset)) == text[offset:]
+        assert b"".join(cluster.logs(1, offset=offset, follow=True)) == text[offset:]
 
 
 # Offices

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from manyhands.cluster.crew import FIRST_DELAY_S, LAST_DELAY_S, Crew, delays
+from manyhands.cluster.holder import LOCK, Holder
 from manyhands.cluster.starters import Errand, LocalStarter, SshStarter
 
 WAIT_S = 60.0
@@ -234,18 +235,52 @@ def test_an_agent_of_an_earlier_up_is_minded_as_one_of_ours(stage, earlier):
     assert stage.said == []
 
 
-def test_after_an_agent_of_an_earlier_up_comes_one_of_ours(stage, earlier):
+@pytest.mark.parametrize("heard", [False, True])
+def test_after_an_agent_of_an_earlier_up_comes_one_of_ours(stage, earlier, heard):
+    """At once: whether the coordinator has noticed yet that it is gone is no matter."""
     state, process = earlier
     starter, errand = stage.errand("a", "echo $$; exit 75")
     crew = Crew(
         [(starter, dataclasses.replace(errand, state=state))],
-        is_heard=lambda host: False,
+        is_heard=lambda host: heard,
         say=stage.say,
     )
     with crew:
         until(lambda: crew.pid("a") == process.pid)
         process.kill()
         stage.lives("a", 2)
+
+
+@pytest.mark.parametrize("error", [PermissionError, OSError(24, "too many"), OSError(38, "none")])
+def test_one_that_cannot_be_minded_is_none(earlier, monkeypatch, error):
+    state, process = earlier
+    holder = Holder.of(state / LOCK)
+    assert holder.pid == process.pid
+    holder.close()
+
+    def refuse(pid):
+        raise error
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert Holder.of(state / LOCK) is None
+    assert Holder.of(state / "none") is None
+    assert Holder.of(state / LOCK / "none") is None
+
+
+def test_a_holder_is_waited_for_by_a_descriptor_of_any_number():
+    """select() takes those below 1024."""
+    code = """
+import fcntl, os, resource, subprocess
+from manyhands.cluster.holder import Holder
+resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+child = subprocess.Popen(["sleep", "600"])
+holder = Holder(child.pid, fcntl.fcntl(os.pidfd_open(child.pid), fcntl.F_DUPFD, 1500))
+assert not holder.wait(0)
+holder.send(9)
+assert holder.wait()
+child.wait()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
 
 
 def until(question):

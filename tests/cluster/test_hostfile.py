@@ -97,6 +97,9 @@ def test_windows_files(tmp_path):
         ("node1;reboot", "is no address"),
         ("x" * 64, "is no address"),
         ("a..b", "is no address"),
+        ("fe80::1%$(x)", "cannot be made a host's name"),
+        ("ann@[fe80::1%" + "e" * 200 + "]", "cannot be made a host's name"),
+        ("fe80::1%a/b", "is no IPv6 address"),
     ],
 )
 def test_a_line_that_cannot_be_used(line, words):

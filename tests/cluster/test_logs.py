@@ -131,6 +131,40 @@ def test_a_symbolic_link_is_not_followed(logs, tmp_path):
     assert target.read_bytes() == b"secret"
 
 
+@pytest.mark.parametrize("part", ["job", "attempt"])
+def test_a_folder_that_is_a_link_is_not_followed(logs, tmp_path, part):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    attempt = logs.path(NAME).parent
+    place = attempt if part == "attempt" else attempt.parent
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(elsewhere)
+    with pytest.raises(LogError):
+        logs.append(NAME, 0, b"x")
+    with pytest.raises(LogError):
+        logs.read(NAME, 0, 9)
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_what_is_no_file_is_an_error_and_nobody_waits_for_it(logs):
+    path = logs.path(NAME)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.raises(LogError, match="no file"):
+        logs.append(NAME, 0, b"x")
+    with pytest.raises(LogError, match="no file"):
+        logs.read(NAME, 0, 9)
+
+
+def test_what_is_no_folder_is_an_error(logs):
+    place = logs.path(NAME).parent.parent
+    place.write_bytes(b"")
+    with pytest.raises(LogError, match="cannot be used"):
+        logs.append(NAME, 0, b"x")
+    with pytest.raises(LogError, match="cannot be used"):
+        logs.read(NAME, 0, 9)
+
+
 def test_a_folder_that_cannot_be_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SettingsError, match="--logdir"):

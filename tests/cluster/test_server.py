@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -12,10 +11,11 @@ import time
 
 import pytest
 
-from manyhands.cluster.client import Cluster, HttpOffice
-from manyhands.cluster.code import Code, read_code
-from manyhands.cluster.dial import CoordinatorRefused, CoordinatorUnreachable, Dialler
-from manyhands.cluster.identity import open_identity
+from manyhands.cluster.client import HttpOffice
+from manyhands.cluster.code import Code
+from manyhands.cluster.dial import CoordinatorUnreachable, Dialler
+from manyhands.cluster.identity import open_identity, write_address
+from manyhands.cluster.job import Spec, State
 from manyhands.cluster.limits import HttpLimits
 from manyhands.cluster.messages import Hello
 from manyhands.cluster.office import OfficeUnreachable
@@ -90,6 +90,62 @@ def test_strangers_cannot_take_all_connections(serve):
         for sock in held:
             sock.close()
         until(lambda: served.say(b"nonsense\r\n\r\n") != b"")
+
+
+def test_who_has_shown_a_token_is_no_stranger_while_he_waits_for_his_first_answer(serve):
+    served = serve(limits=HttpLimits(strangers=3))
+    served.desk.submit(Spec(command=("x",)))
+    ends = []
+
+    def wait():
+        with served.cluster() as cluster:
+            try:
+                ends.append(cluster.wait(1, 60).state)
+            except (CoordinatorUnreachable, ConnectionError) as error:
+                ends.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(5)]
+    for number, thread in enumerate(threads, 1):
+        thread.start()
+        # One after the other: who is on his way in is a stranger.
+        until(lambda number=number: served.desk.num_jobs_asked >= number or ends)
+    served.desk.cancel(1)
+    for thread in threads:
+        thread.join()
+    assert ends == [State.CANCELLED] * 5
+
+
+def test_a_stranger_is_not_kept_after_his_answer(serve):
+    served = serve(limits=HttpLimits(strangers=1, idle_s=60))
+    with served.dial() as sock:
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert hear(sock).startswith(b"HTTP/1.1 200")
+    assert served.cluster().info()
+
+
+def test_that_callers_are_turned_away_is_told_once_in_a_while(serve, caplog):
+    served = serve(limits=HttpLimits(strangers=2))
+    held = [served.dial() for _ in range(2)]
+    for _ in range(3):
+        until(lambda: served.say(b"") == b"")
+    assert caplog.text.count("turns callers away: 2 connections that have shown no token") == 1
+    for sock in held:
+        sock.close()
+
+
+def test_a_process_may_have_as_many_descriptors_as_it_needs():
+    code = """
+import resource
+from manyhands.cluster.limits import HttpLimits, raise_descriptors
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+before = HttpLimits().most_connections()
+raise_descriptors(300)
+print(before, HttpLimits().most_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+raise_descriptors(200)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert said.stdout.split() == ["32", "150", "300", "300"]
 
 
 # Hanging up
@@ -235,74 +291,14 @@ def test_closing_ends_the_waits_of_all(served):
     served.server.close()
 
 
-# TLS
-
-
-@pytest.fixture
-def secure(serve):
-    return serve(bind="0.0.0.0:0")
-
-
-def test_beyond_loopback_there_is_tls_with_the_pinned_certificate(secure):
-    code = secure.server.code(Role.USER, host="127.0.0.1")
-    assert secure.server.url.startswith("https://")
-    with Cluster(code) as cluster:
-        assert cluster.submit(["x"]).id == 1
-    raw = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    raw.check_hostname, raw.verify_mode = False, ssl.CERT_NONE
-    raw.maximum_version = ssl.TLSVersion.TLSv1_2
-    with secure.dial() as sock, pytest.raises((ssl.SSLError, ConnectionError)):
-        raw.wrap_socket(sock)
-
-
-def test_another_fingerprint_is_refused_before_the_token_is_shown(secure, serve):
-    other = serve(bind="0.0.0.0:0")
-    at = f"127.0.0.1:{secure.server.port}"
-    asked = Cluster(at, token=secure.user, fingerprint=other.server.fingerprint)
-    with asked, pytest.raises(CoordinatorRefused) as caught:
-        asked.info()
-    assert caught.value.code == "fingerprint"
-    assert secure.user not in str(caught.value)
-
-
-def test_plain_http_at_a_tls_port(secure):
-    assert b"HTTP/1.1 200" not in secure.say(
-        b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    )
-    at = f"127.0.0.1:{secure.server.port}"
-    plain = Cluster(at, token=secure.user, state=secure.state / "none")
-    with plain, pytest.raises(CoordinatorUnreachable, match="MANYHANDS_FINGERPRINT"):
-        plain.info()
-
-
-def test_tls_at_a_plain_port(served):
-    code = read_code(served.server.code(Role.USER))
-    asked = Cluster(f"127.0.0.1:{code.port}", token=code.token, fingerprint="ab" * 32)
-    with asked, pytest.raises(CoordinatorUnreachable, match="TLS"):
-        asked.info()
-
-
-def test_half_a_handshake_has_an_end(serve):
-    served = serve(bind="0.0.0.0:0", limits=HttpLimits(headers_s=0.2))
-    with served.dial() as sock:
-        sock.sendall(b"\x16\x03\x01")
-        assert hear(sock) == b""
-
-
-def test_beyond_loopback_names_are_known_and_addresses_are_addresses(secure):
-    code = read_code(secure.server.code(Role.USER, host="127.0.0.1"))
-    dialler = Dialler(code)
-    assert dialler.ask("GET", "/v1/info").status == 200
-    dialler.close()
-
-
 # Coming and going
 
 
 def test_a_port_that_is_taken(served):
     with pytest.raises(SettingsError, match="--bind"):
         Server(served.desk, served.logs, served.identity,
-               bind=f"127.0.0.1:{served.server.port}").__enter__()  # fmt: skip
+               bind=f"127.0.0.1:{served.server.port}",
+               on_shutdown=lambda: None).__enter__()  # fmt: skip
 
 
 def test_small_answers_do_not_wait_for_acknowledgements():
@@ -326,6 +322,16 @@ def test_an_identity_is_made_once_and_private(tmp_path):
         open_identity(state)
     with pytest.raises(SettingsError, match="--state"):
         open_identity(state / "token" / "x")
+
+
+def test_a_folder_that_was_there_stays_as_open_as_it_was(tmp_path):
+    """It may be /tmp, or a project's; what is put there is private by itself."""
+    tmp_path.chmod(0o755)
+    open_identity(tmp_path)
+    write_address(tmp_path, "https://box:1", "a code")
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    for name in ("token", "agent-token", "key.pem", "cert.pem", "code"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
 
 
 def test_secrets_stay_out_of_the_log(served, caplog, capfd):
@@ -358,7 +364,7 @@ def test_shutdown_is_asked_once(serve):
     assert asked == [1]
 
 
-def test_shutdown_without_a_wish_asks_the_coordinator(served):
+def test_shutdown_is_for_whoever_runs_it(served):
     served.cluster().shut_down()
     served.desk.went_down.wait()
 
@@ -381,7 +387,7 @@ slots = (Slot(0, Kind.CPU, "0"),)
 with (
     Store.open(folder / "jobs.db") as store,
     Coordinator(store) as desk,
-    Server(desk, logs, identity, bind=bind) as server,
+    Server(desk, logs, identity, bind=bind, on_shutdown=lambda: None) as server,
 ):
     desk.hello(Hello(version="1", host="h", agent="a", address="x", slots=slots, pid=1))
     desk.submit(Spec(command=("x",)), "k")
@@ -402,8 +408,14 @@ def test_a_coordinator_killed_in_the_middle_of_a_log(tmp_path):
 
     def send():
         nonlocal have
-        token = open_identity(tmp_path).tokens[Role.AGENT]
-        code = Code(role=Role.AGENT, host="127.0.0.1", port=port, token=token)
+        identity = open_identity(tmp_path)
+        code = Code(
+            role=Role.AGENT,
+            host="127.0.0.1",
+            port=port,
+            token=identity.tokens[Role.AGENT],
+            fingerprint=identity.fingerprint,
+        )
         with HttpOffice(Dialler(code)) as office:
             while have < len(text):
                 try:

@@ -97,7 +97,7 @@ def test_an_agent_of_this_machine(stub, tmp_path, monkeypatch):
     assert told["env"]["PATH"] == os.environ["PATH"]
     assert CODE not in everything_public(started.pid)
     assert CODE not in repr(errand(tmp_path))
-    assert started.poll() is None
+    assert started.wait(0) is None
     stub.leave()
     assert started.wait(WAIT_S) == 0
     assert started.last_words() == ("here I am",)

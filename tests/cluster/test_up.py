@@ -15,13 +15,12 @@ import pytest
 import manyhands
 from manyhands.cluster.client import Cluster
 from manyhands.cluster.code import Code
-from manyhands.cluster.hostfile import HostLine
+from manyhands.cluster.identity import open_identity
 from manyhands.cluster.job import State
 from manyhands.cluster.routes import Role
 from manyhands.cluster.starters import HELD
-from manyhands.cluster.up import UpSettings
-from manyhands.core.errors import SettingsError
 from manyhands.testing.processes import is_gone
+from tests.cluster import running
 from tests.cluster.running import MAIN, MARK, WAIT_S, Running, World
 from tests.cluster.sshd import Sshd
 
@@ -140,6 +139,45 @@ def test_killed_and_up_again_within_the_lease(world):
     assert world.processes() == []
 
 
+def test_an_agent_of_an_earlier_up_that_is_killed_is_started_again(world):
+    """At once, and not when its host falls silent: that would be in an hour."""
+    up = world.up("--lease", "1h")
+    (agent,) = [p for p in world.processes() if "agent" in command_of(p)]
+    up.process.kill()
+    up.process.wait(WAIT_S)
+    again = world.up("--lease", "1h")
+    assert not is_gone(agent)
+    # Until it is minded there is another that finds its folder held.
+    world.until(lambda: agents(world) == [agent.pid], "the end of the other")
+    agent.kill()
+    world.until(lambda: len(agents(world)) == 1 and agent.pid not in agents(world), "a new one")
+    job = world.submit("true")
+    assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+    assert again.end() == 0
+    assert world.processes() == []
+
+
+def agents(world):
+    return [p.pid for p in world.processes() if "agent" in command_of(p)]
+
+
+def test_a_second_signal_is_for_agents_of_an_earlier_up_too(world):
+    up = world.up("--lease", "60s")
+    world.submit(DEAF, grace_s=3600.0)
+    rank = world.pid_in("pid-0")
+    up.process.kill()
+    up.process.wait(WAIT_S)
+    again = world.up("--lease", "60s")
+    assert not is_gone(rank)
+    world.until(lambda: len(agents(world)) == 1, "the end of the other")
+    again.signal(signal.SIGINT)
+    world.until(lambda: "a second one does not wait" in again.said(), "the first signal")
+    again.signal(signal.SIGINT)
+    assert again.wait() == 0
+    world.until_gone(rank)
+    assert world.processes() == []
+
+
 def test_a_log_is_followed_across_a_coordinator_that_is_killed(world):
     up = world.up("--lease", "60s")
     job = world.submit("echo one; while ! test -e go; do sleep 0.02; done; echo two")
@@ -165,6 +203,9 @@ def test_beyond_loopback_it_speaks_tls(world):
         with Cluster(state=world.state) as cluster:
             job = cluster.submit(["true"])
             assert cluster.wait(job.id, WAIT_S).exit_code == 0
+        # As from another machine: a word is all that one needs.
+        with Cluster((world.state / "code").read_text()) as cluster:
+            assert cluster.job(job.id).exit_code == 0
         agent = join(world, said["code"])
         with Cluster(state=world.state) as cluster:
             world.until(lambda: len(cluster.nodes()) == 2, "an agent by the code")
@@ -173,6 +214,27 @@ def test_beyond_loopback_it_speaks_tls(world):
         assert up.end() == 0
     finally:
         up.close()
+
+
+def test_down_is_for_the_folder_that_is_named(world, tmp_path):
+    """Not for the cluster that the environment is about; without a folder it is."""
+    other = World(tmp_path / "other")
+    other.folder.mkdir()
+    up, far = world.up("--slots", "0"), other.up("--slots", "0")
+    try:
+        environ = {**world.environ, "MANYHANDS_COORDINATOR": (other.state / "code").read_text()}
+        done = world.command("down", "--state", str(world.state), env=environ)
+        assert (done.returncode, done.stdout) == (0, "the cluster is down\n"), done.stderr
+        assert up.wait() == 0
+        assert other.cluster.info()
+        again = world.up("--slots", "0")
+        environ["XDG_STATE_HOME"] = str(world.folder / "none")
+        assert world.command("down", env=environ).returncode == 0
+        assert far.wait() == 0
+        assert world.cluster.info()
+        assert again.end() == 0
+    finally:
+        other.close()
 
 
 def test_a_part_that_fails_takes_the_cluster_down(world):
@@ -240,6 +302,34 @@ def test_a_hostfile_of_several_hosts_here(world):
     assert lines == {"0 0 0 127.0.0.1\n", "1 1 0 127.0.0.1\n", "2 0 1 127.0.0.1\n"}
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run jobs as another user")
+def test_root_runs_jobs_as_the_user_it_is_given(world, monkeypatch):
+    """Each host has a folder that this user can reach; and a later `up` finds its agents there."""
+    for folder in (world.folder, *world.folder.parents[:2]):
+        folder.chmod(0o711)
+    reached = world.folder / "lib"
+    elsewhere = "from pathlib import Path\nfrom manyhands.cluster import identity\n"
+    elsewhere += f"identity._OF_ROOT = Path({str(reached)!r})\n"
+    monkeypatch.setattr(running, "MAIN", elsewhere + MAIN)
+    hostfile = world.folder / "hosts.txt"
+    hostfile.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    options = ("--hostfile", str(hostfile), "--user", "nobody", "--lease", "60s")
+    up = world.up(*options)
+    assert len(world.cluster.nodes()) == 2
+    job = world.submit("id -un; pwd", gpus=2, workdir="")
+    assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+    for rank in range(2):
+        name, where = b"".join(world.cluster.logs(job.id, rank=rank)).decode().split()
+        assert name == "nobody"
+        assert Path(where).is_relative_to(reached)
+    assert not (world.folder / "None").exists()
+    up.process.kill()
+    up.process.wait(WAIT_S)
+    assert len([p for p in world.processes() if "agent" in command_of(p)]) == 2
+    assert world.up(*options).end() == 0
+    assert world.processes() == []
+
+
 def test_no_secret_is_where_others_see_it(world):
     up = world.up()
     world.submit("env; cat /proc/$PPID/cmdline; " + STAY)
@@ -253,8 +343,9 @@ def test_no_secret_is_where_others_see_it(world):
     for secret in secrets:
         assert not [text for text in public if secret in text]
     assert not [text for text in public if "mhc1-" in text]
-    modes = {(world.state / name).stat().st_mode & 0o777 for name in ("token", "agent-token")}
-    assert modes == {0o600}
+    names = ("token", "agent-token", "code", "key.pem", "jobs.db", "jobs.db-wal")
+    modes = {name: (world.state / name).stat().st_mode & 0o777 for name in names}
+    assert modes == dict.fromkeys(names, 0o600)
     assert world.state.stat().st_mode & 0o777 == 0o700
 
 
@@ -298,8 +389,14 @@ def test_no_agent_of_its_own(world):
 
 
 def read_code(world):
-    token = (world.state / "agent-token").read_text()
-    return Code(role=Role.AGENT, host="127.0.0.1", port=world.port, token=token).pack()
+    identity = open_identity(world.state)
+    return Code(
+        role=Role.AGENT,
+        host="127.0.0.1",
+        port=world.port,
+        token=identity.tokens[Role.AGENT],
+        fingerprint=identity.fingerprint,
+    ).pack()
 
 
 def join(world, code, *options):
@@ -388,20 +485,3 @@ def test_over_a_real_ssh(world, tmp_path):
         assert (over.state, over.attempt) == (State.SUCCEEDED, 0)
         assert up.end() == 0
         world.until(lambda: world.processes() == [], "the agent over there")
-
-
-# -- settings ---------------------------------------------------------------------------------
-
-
-def test_far_hosts_need_more_than_loopback(tmp_path):
-    far = HostLine(address="ann@10.0.0.7", name="10.0.0.7")
-    with pytest.raises(SettingsError, match=r"ann@10.0.0.7 cannot reach") as caught:
-        UpSettings(state=tmp_path, logdir=tmp_path, hosts=(far,))
-    assert "--bind 0.0.0.0" in caught.value.hint
-    UpSettings(state=tmp_path, logdir=tmp_path, hosts=(far,), bind="0.0.0.0:12347")
-
-
-@pytest.mark.parametrize("lease_s", [0.5, 0, 1e9])
-def test_leases_out_of_range(tmp_path, lease_s):
-    with pytest.raises(SettingsError, match="a lease of"):
-        UpSettings(state=tmp_path, logdir=tmp_path, lease_s=lease_s)

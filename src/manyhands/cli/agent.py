@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import socket
 import sys
@@ -18,6 +17,7 @@ from manyhands.cluster.client import HttpOffice
 from manyhands.cluster.code import Code, read_code
 from manyhands.cluster.devices import find_slots
 from manyhands.cluster.dial import Dialler
+from manyhands.cluster.identity import default_agent_state
 from manyhands.cluster.job import MAX_SLOTS, NAME
 from manyhands.cluster.ledger import StateHeld
 from manyhands.cluster.messages import Origin
@@ -27,7 +27,6 @@ from manyhands.core.address import is_loopback
 from manyhands.core.errors import AddressError, SettingsError
 
 _CODE_CHARACTERS = 4096  # more is no code, whatever is on stdin
-_OF_ROOT = Path("/var/lib/manyhands")
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 
@@ -94,13 +93,14 @@ def agent(
         )
     host = host_name(name)
     offered = find_slots(slots, gpu_indices=numbers(gpus))
+    where = default_agent_state(found.host, found.port, host, user)
     dialler = Dialler(found)
     try:
         why = Agent(
             lambda: HttpOffice(dialler),
             host=host,
             slots=offered,
-            state=(state or default_state(found, host, user)).expanduser().absolute(),
+            state=(state or where).expanduser().absolute(),
             address=address or own_address(found),
             user=user,
             origin=origin,
@@ -147,17 +147,6 @@ def numbers(gpus: str | None) -> tuple[int, ...]:
     if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", gpus):
         raise SettingsError(f"--gpus {gpus[:80]!r}", hint="their numbers, such as 0,1,3")
     return tuple(int(number) for number in gpus.split(","))
-
-
-def default_state(code: Code, host: str, user: str | None) -> Path:
-    """One folder for each cluster and name: agents of several clusters can share a machine, and
-    machines a home.
-    """
-    base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "manyhands"
-    if user is not None:
-        base = _OF_ROOT  # a folder of root's own is closed to the user of the jobs
-    cluster = re.sub(r"[^A-Za-z0-9.]", "-", f"{code.host}-{code.port}")
-    return base / "agents" / cluster / host
 
 
 def own_address(code: Code) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import typer
 
 from manyhands.cluster.client import Cluster
+from manyhands.cluster.code import PREFIX
 from manyhands.cluster.dial import CoordinatorRefused, CoordinatorUnreachable
 from manyhands.cluster.errors import NoSuchJob
 from manyhands.core.errors import UsageError
@@ -58,6 +60,16 @@ def connect(coordinator: str | None, state: Path | None) -> Generator[Cluster]:
             raise CoordinatorUnreachable(
                 error.message, hint=f"{hint}`manyhands up` starts a cluster on this machine"
             ) from None
+
+
+def same_cluster(coordinator: str | None, state: Path | None) -> str:
+    """What a command that is told to the user needs, to speak to this cluster too: ' --state S',
+    or nothing. A code is a secret, and is not told again.
+    """
+    if coordinator:
+        where = "CODE" if coordinator.strip().startswith(PREFIX) else shlex.quote(coordinator)
+        return f" --coordinator {where}"
+    return "" if state is None else f" --state {shlex.quote(str(state))}"
 
 
 def show(value: object) -> None:

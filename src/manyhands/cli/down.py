@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import select
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, say, show
+from manyhands.cli.duration import parse_duration
 from manyhands.cluster.client import Cluster
 from manyhands.cluster.dial import CoordinatorUnreachable
-from manyhands.cluster.duration import parse_duration
+from manyhands.cluster.holder import Holder
 from manyhands.cluster.identity import ADDRESS, default_state
 from manyhands.cluster.up import STORE
 from manyhands.core.errors import ManyhandsError, UsageError
@@ -41,11 +39,13 @@ def down(
     """
     limit_s = parse_duration(timeout, what="--timeout")
     folder = default_state() if state is None else state.expanduser()
+    # The cluster that is asked need not be the one of the folder.
+    is_named = coordinator is not None or (state is None and "MANYHANDS_COORDINATOR" in os.environ)
     with contextlib.ExitStack() as stack:
-        holder = Holder.find(folder / f"{STORE}.lock") if coordinator is None else None
+        holder = None if is_named else Holder.of(folder / f"{STORE}.lock")
         if holder is not None:
             stack.callback(holder.close)
-        elif coordinator is None and not folder.joinpath(ADDRESS).exists():
+        elif not is_named and not folder.joinpath(ADDRESS).exists():
             raise UsageError(
                 f"no cluster was ever up with its state in {folder}",
                 hint="--state DIR, as `manyhands up` had it, or --coordinator HOST:PORT",
@@ -62,34 +62,6 @@ def down(
         show({"state": "down"})
     else:
         print("the cluster is down")
-
-
-class Holder:
-    """The process that holds a lock file, as `manyhands up` does that of its store."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    @classmethod
-    def find(cls, lock: Path) -> Holder | None:
-        """None if nobody holds it, or it cannot be told who."""
-        try:
-            with lock.open("rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    # Held, so whoever wrote its number there is alive: it cannot be another's.
-                    return cls(os.pidfd_open(int(file.read(20))))
-        except (OSError, ValueError, AttributeError):  # no file; no number; no Linux
-            return None
-        return None
-
-    def wait(self, limit_s: float) -> bool:
-        """Whether it has ended within the limit; a process that has is not there any more."""
-        return bool(select.select([self._fd], [], [], limit_s)[0])
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 def _ask(cluster: Cluster, holder: Holder | None, limit_s: float) -> bool:

@@ -56,14 +56,16 @@ class Follower:
 
         def rest() -> None:
             nonlocal seen
-            for piece in after(seen, self._pieces(attempt)):
+            for piece in self._pieces(attempt, seen):
                 self._write(piece)
                 seen += len(piece)
 
         self._ask(rest)
 
-    def _pieces(self, attempt: int) -> Iterator[bytes]:
-        return self._cluster.logs(self._job, rank=self._rank, follow=True, attempt=attempt)
+    def _pieces(self, attempt: int, offset: int) -> Iterator[bytes]:
+        return self._cluster.logs(
+            self._job, rank=self._rank, follow=True, attempt=attempt, offset=offset
+        )
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Ask again when a coordinator that had gone away is back."""
@@ -85,14 +87,6 @@ class Follower:
                     raise error from None
             else:
                 return
-
-
-def after(seen: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The pieces without the first `seen` bytes of all."""
-    for piece in pieces:
-        if len(piece) > seen:
-            yield piece[seen:]
-        seen = max(0, seen - len(piece))
 
 
 def to(stream: BinaryIO) -> Callable[[bytes], None]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from manyhands.cluster.duration import show_duration
+from manyhands.cli.duration import show_duration
 from manyhands.cluster.job import Failure, Job, Step
 
 if TYPE_CHECKING:
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 _NAME_WIDTH = 24
 _REASON_WIDTH = 70
+
+
+def printable(text: str) -> str:
+    """What jobs and agents say may have anything in it, also what a terminal would obey."""
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text.replace("\t", " "))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -70,7 +75,7 @@ def failure_lines(failure: Failure) -> Iterator[str]:
     """Who failed first, and the last words, indented."""
     yield f"rank {failure.rank} on {failure.host} failed first, with exit code {failure.exit_code}:"
     words = failure.words.splitlines() or ["(it said nothing)"]
-    yield from (f"    {line}" for line in words)
+    yield from (f"    {printable(line)}" for line in words)
 
 
 def job_lines(job: Job, history: Sequence[Step], now_s: float) -> Iterator[str]:
@@ -79,7 +84,7 @@ def job_lines(job: Job, history: Sequence[Step], now_s: float) -> Iterator[str]:
     code = "" if job.exit_code is None else f", exit code {job.exit_code}"
     yield f"job {job.id}  {spec.name}  {state_of(job)}{code}"
     if why := (job.ending.reason if job.ending is not None else job.reason):
-        yield f"  {why}"
+        yield f"  {printable(why)}"
     if job.failure is not None:
         yield from failure_lines(job.failure)
     yield ""
@@ -94,7 +99,7 @@ def job_lines(job: Job, history: Sequence[Step], now_s: float) -> Iterator[str]:
         ("attempt", f"{job.attempt}, {job.node_failures} hosts lost, {job.preemptions} preempted"),
         ("time", f"{time_of(job, now_s)}; submitted {clock(job.submitted_s)}"),
     ]
-    yield from (f"  {name:<9} {value}" for name, value in facts)
+    yield from (f"  {name:<9} {printable(value)}" for name, value in facts)
     yield ""
     yield from history_lines(history)
 
@@ -118,7 +123,8 @@ def history_lines(history: Sequence[Step]) -> Iterator[str]:
     """Every step with its time and reason."""
     width = max((len(step.state) for step in history), default=0)
     for step in history:
-        yield f"  {clock(step.at_s)}  {step.state:<{width}}  {step.reason}".rstrip()
+        reason = printable(step.reason)
+        yield f"  {clock(step.at_s)}  {step.state:<{width}}  {reason}".rstrip()
 
 
 def node_rows(nodes: Sequence[Node], now_s: float) -> Iterator[str]:
@@ -131,7 +137,7 @@ def node_rows(nodes: Sequence[Node], now_s: float) -> Iterator[str]:
             slots_of(node.slots),
             str(len(node.busy)),
             " ".join(map(str, sorted(set(node.busy.values())))) or "-",
-            node.address,
+            printable(node.address),
             f"{show_duration(now_s - node.heard_s)} ago",
         )
         for node in nodes
@@ -152,5 +158,5 @@ def clock(at_s: float) -> str:
 
 def cut(text: str, width: int) -> str:
     """One line of at most `width` letters."""
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     return line if len(line) <= width else line[: width - 1] + "…"

@@ -61,16 +61,21 @@ class _JsonLines:
     """A line of the log as a line of JSON."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._rest = rank, b""
+        self._rank = rank
+        self._begun: list[bytes] = []
+        """Pieces of a line that has not ended."""
 
     def feed(self, piece: bytes) -> None:
-        *whole, self._rest = (self._rest + piece).split(b"\n")
+        *whole, rest = piece.split(b"\n")
         for line in whole:
-            self._print(line)
+            self._print(b"".join((*self._begun, line)))
+            self._begun = []
+        if rest:
+            self._begun.append(rest)
 
     def finish(self) -> None:
-        if self._rest:
-            self._print(self._rest)
+        if self._begun:
+            self._print(b"".join(self._begun))
 
     def _print(self, line: bytes) -> None:
         text = line.decode(errors="replace")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, say, show
+from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, same_cluster, say, show
+from manyhands.cli.duration import parse_duration
 from manyhands.cli.follow import Follower, to
-from manyhands.cli.listing import failure_lines
-from manyhands.cluster.duration import parse_duration
+from manyhands.cli.listing import failure_lines, printable
+from manyhands.cli.program import check_command, script_of
 from manyhands.cluster.job import Priority, Spec
-from manyhands.cluster.program import check_command, script_of
 from manyhands.core.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -107,12 +107,13 @@ def submit(
         env=variables(env or ()),
         workdir=str(folder),
     )
+    more = same_cluster(coordinator, state)
     with connect(coordinator, state) as cluster:
         job = cluster.submit(key=key, **msgspec.structs.asdict(spec))
         if not wait:
-            tell(job, json_output=json_output)
+            tell(job, json_output=json_output, more=more)
             return
-        code = await_end(cluster, job, json_output=json_output)
+        code = await_end(cluster, job, json_output=json_output, more=more)
     raise typer.Exit(code)
 
 
@@ -142,20 +143,20 @@ def search_path(environ: Mapping[str, str]) -> str:
     return os.pathsep.join([os.path.dirname(sys.executable), path])
 
 
-def tell(job: Job, *, json_output: bool) -> None:
-    """The id, and what to type next."""
+def tell(job: Job, *, json_output: bool, more: str) -> None:
+    """The id, and what to type next; `more` says to which cluster."""
     if json_output:
         show(job)
         return
     print(
         f"job {job.id} ({job.spec.name}): {job.state}" + (f", {job.reason}" if job.reason else "")
     )
-    print(f"  output  manyhands logs {job.id} -f")
-    print(f"  state   manyhands status {job.id}")
-    print(f"  end it  manyhands cancel {job.id}")
+    print(f"  output  manyhands logs{more} {job.id} -f")
+    print(f"  state   manyhands status{more} {job.id}")
+    print(f"  end it  manyhands cancel{more} {job.id}")
 
 
-def await_end(cluster: Cluster, job: Job, *, json_output: bool) -> int:
+def await_end(cluster: Cluster, job: Job, *, json_output: bool, more: str) -> int:
     """Show the output of rank 0 until the job is over; its exit code."""
     say(f"job {job.id} ({job.spec.name}) is submitted; Ctrl-C leaves it as it is")
     stream = (sys.stderr if json_output else sys.stdout).buffer
@@ -164,8 +165,8 @@ def await_end(cluster: Cluster, job: Job, *, json_output: bool) -> int:
         over = follower.run(first=0)
     except KeyboardInterrupt:
         say(
-            f"\njob {job.id} goes on; its output: manyhands logs {job.id} -f\n"
-            f"to end it: manyhands cancel {job.id}"
+            f"\njob {job.id} goes on; its output: manyhands logs{more} {job.id} -f\n"
+            f"to end it: manyhands cancel{more} {job.id}"
         )
         raise
     if over.failure is not None:
@@ -173,7 +174,7 @@ def await_end(cluster: Cluster, job: Job, *, json_output: bool) -> int:
     code = 1 if over.exit_code is None else over.exit_code
     say(
         f"job {over.id}: {over.state}, exit code {code}"
-        + (f"; {over.reason}" if over.reason else "")
+        + (f"; {printable(over.reason)}" if over.reason else "")
     )
     if json_output:
         show(over)

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
+import os
 import shlex
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Annotated, Self
+from typing import Annotated
 
 import typer
 
+from manyhands.cli.duration import parse_duration
 from manyhands.cli.listing import slots_of
-from manyhands.cluster.duration import parse_duration
+from manyhands.cluster.foreground import READY_LINE, serve
 from manyhands.cluster.hostfile import HostLine, read_hostfile
-from manyhands.cluster.identity import default_state
+from manyhands.cluster.identity import CODE, default_state
 from manyhands.cluster.job import MAX_SLOTS
 from manyhands.cluster.server import PORT
 from manyhands.cluster.starters import SSH, parse_ssh
 from manyhands.cluster.up import LEASE_S, Ready, Up, UpSettings
-from manyhands.core.errors import ManyhandsError
 
-READY_LINE = "Now, cluster is ready to accept training jobs."
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 
@@ -38,7 +32,7 @@ def up(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where the coordinator listens; port 0 is any. Beyond this machine it speaks TLS.",
+            help="Where the coordinator listens; port 0 is any.",
         ),
     ] = f"127.0.0.1:{PORT}",
     hostfile: Annotated[
@@ -90,6 +84,10 @@ def up(
     user: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run jobs as this user, where root is.")
     ] = None,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="No TLS, for other programs on this machine; see the docs."),
+    ] = False,
     json_output: Annotated[
         bool, typer.Option("--json", help="One JSON line on stdout when it is ready.")
     ] = False,
@@ -115,9 +113,11 @@ def up(
         ssh=parse_ssh(ssh),
         python=python or "",
         user=user,
+        plain=plain,
     )
-    with News() as news:
-        serve(Up(settings, say=_say), news, lambda up, ready: announce(up, ready, json_output))
+    if os.geteuid() == 0 and user is None and settings.hosts:
+        _say("warning: jobs run as root; --user NAME has them run as somebody else")
+    serve(Up(settings, say=_say), lambda up, ready: announce(up, ready, json_output), _say)
     if not json_output:
         print("the cluster is down")
 
@@ -138,109 +138,9 @@ def hosts_of(hostfile: Path | None, slots: int | None) -> tuple[HostLine, ...]:
     )
 
 
-class News:
-    """Signals, and the end of the work, as things to wait for in the main thread.
-
-    A handler does no more than put a number into a queue: it may interrupt anything. A stop that
-    was ignored before (nohup, a shell's background job) stays ignored.
-    """
-
-    def __init__(self) -> None:
-        # A SimpleQueue may be put into while it is being put into.
-        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> Self:
-        for number in _STOPS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType] - it was one
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._queue.put(number)
-
-    def done(self) -> None:
-        """The work is over; from any thread."""
-        self._queue.put(None)
-
-    def next(self) -> signal.Signals | None:
-        """Blocks: the next signal, or None when the work is over."""
-        number = self._queue.get()
-        return None if number is None else signal.Signals(number)
-
-
-def serve(up: Up, news: News, announce: Callable[[Up, Ready], None]) -> None:
-    """Run the cluster in a thread, and listen to signals in this one. Raises what fails there."""
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            _live(up, announce)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the main thread
-            failures.append(error)
-        finally:
-            news.done()
-
-    usual = threading.excepthook
-    threading.excepthook = lambda args: _stop_for(args, up, usual, failures)
-    thread = threading.Thread(target=work, name="up")
-    thread.start()
-    try:
-        while (number := news.next()) is not None:
-            if up.is_stopping:
-                # A terminal that closes may say so twice.
-                if number != signal.SIGHUP:
-                    _say("a second signal: nobody waits for jobs any more")
-                    up.hurry()
-            else:
-                _say(f"{number.name}: going down; a second one does not wait for jobs")
-                up.stop(number.name)
-    finally:
-        thread.join()
-        threading.excepthook = usual
-    if failures:
-        raise failures[0]
-
-
-def _live(up: Up, announce: Callable[[Up, Ready], None]) -> None:
-    with up:
-        try:
-            ready = up.until_ready()
-            if ready is not None:
-                announce(up, ready)
-                up.until_stopped()
-        finally:
-            for trouble in up.end():
-                _say(f"warning: {trouble}")
-
-
-def _stop_for(
-    what: threading.ExceptHookArgs,
-    up: Up,
-    usual: Callable[[threading.ExceptHookArgs], object],
-    failures: list[BaseException],
-) -> None:
-    """A thread of the hub, the server or the coordinator has failed: so has the cluster."""
-    usual(what)
-    name = what.exc_type.__name__
-    failures.append(ManyhandsError(f"a part of the cluster failed ({name}); its error is above"))
-    up.stop(f"{name} in a part of the cluster")
-
-
 def announce(up: Up, ready: Ready, json_output: bool) -> None:
     """Say that it is ready, and what to type. The code is a secret, told here by intent."""
     settings = up.settings
-    for trouble in ready.missing:
-        _say(f"warning: no agent of {trouble}\n  it is tried again")
     if json_output:
         said = {
             "url": up.url,
@@ -262,6 +162,7 @@ def announce(up: Up, ready: Ready, json_output: bool) -> None:
     print(f"logs         {settings.logdir}")
     print(f"state        {settings.state}\n")
     print(f"join code, for manyhands agent (a secret):\n\n    {up.join_code}\n")
+    print(f"user code, for --coordinator elsewhere (a secret too): {settings.state / CODE}\n")
     print(f"submit a job:   manyhands submit{more} --gpus 1 -- python train.py")
     print(f"look at it:     manyhands jobs{more}; manyhands logs{more} ID -f")
     print(f"take it down:   Ctrl-C, or manyhands down{more}\n")

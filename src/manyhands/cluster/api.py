@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -142,7 +142,10 @@ class Api:
         elif kind is Body.NONE:
             await gate.answer(send, done.status, b"", "", done.headers)
         else:
-            data = msgspec.json.encode(done.value)
+            # A list may have ten thousand jobs: the loop, and with it every lease, would wait.
+            encode = msgspec.json.encode
+            is_long = isinstance(done.value, Sequence)
+            data = await self._do(encode, done.value) if is_long else encode(done.value)
             await gate.answer(send, done.status, data, "application/json", done.headers)
 
     async def _do(self, function: Callable[..., T], *arguments: object) -> T:

@@ -54,11 +54,6 @@ class Bell:
         self.is_closing = True
         self.ring(None)
 
-    @property
-    def num_waiters(self) -> int:
-        """How many wait, each topic counted."""
-        return sum(map(len, self._waiters.values()))
-
     async def hold(
         self,
         look: Callable[[], Awaitable[T]],

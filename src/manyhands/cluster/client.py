@@ -145,16 +145,21 @@ class Cluster:
                 raise WaitTimeout(job, timeout_s or 0.0)
 
     def logs(
-        self, id: int, *, rank: int = 0, follow: bool = False, attempt: int | None = None
+        self,
+        id: int,
+        *,
+        rank: int = 0,
+        follow: bool = False,
+        attempt: int | None = None,
+        offset: int = 0,
     ) -> Iterator[bytes]:
-        """What a rank wrote, piece by piece.
+        """What a rank wrote, piece by piece, from byte `offset` on.
 
         Of one attempt, or without `attempt` of the present one. With `follow` it goes on while
         the attempt does; and without `attempt`, through all further attempts, until the job is
         over and all of its log has been given.
         """
         current = self.job(id).attempt if attempt is None else attempt
-        offset = 0
         while True:
             wait_s = POLL_S if follow else 0.0
             query = {"rank": rank, "attempt": current, "offset": offset, "wait_s": wait_s}

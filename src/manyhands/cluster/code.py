@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from manyhands.cluster.routes import Role
-from manyhands.core.address import check_fingerprint, host_port
+from manyhands.core.address import check_fingerprint, host_port, is_loopback
 from manyhands.core.errors import AddressError
 
 PREFIX = "mhc1-"
@@ -67,6 +67,14 @@ def read_code(text: str) -> Code:
         )
     except msgspec.DecodeError:
         raise AddressError("the code was made by another release", hint=_HINT) from None
+    is_word = token.isascii() and token.isprintable() and " " not in token
+    if not token or not is_word or not 0 < port < 65536 or not host.isprintable() or not host:
+        raise AddressError("what is in the code cannot be used", hint=_HINT)
+    if not pin and not is_loopback(host):
+        raise AddressError(
+            f"this code would have its token sent to {host_port(host, port)} in the clear",
+            hint="`manyhands up --bind` speaks TLS there: use the code that it prints",
+        )
     return Code(
         role=role, host=host, port=port, token=token, fingerprint=check_fingerprint(pin.hex())
     )

@@ -203,28 +203,30 @@ class Crew:
             self._troubles.pop(errand.name, None)
         code = started.wait()
         assert code is not None
-        if code == HELD:
-            self._mind_another(starter, errand)
+        is_over = code == HELD and self._mind_another(starter, errand)
         with self._changed:
             del self._running[errand.name]
             self._changed.notify_all()
             if self._leaving:
                 return None
-            is_in_doubt = started.leaves_doubt(code)
+            is_in_doubt = not is_over and started.leaves_doubt(code)
             if code != HELD and not (is_in_doubt and self._is_heard(errand.name)):
                 words = started.last_words()
                 what, remedy = why(errand, code, words)
                 self._note(Trouble(host=errand.name, what=what, remedy=remedy, words=words))
             return is_in_doubt
 
-    def _mind_another(self, starter: Starter, errand: Errand) -> None:
-        """One of an `up` before this one is at work: it is minded as if it were ours."""
+    def _mind_another(self, starter: Starter, errand: Errand) -> bool:
+        """One of an `up` before this one is at work: it is minded as if it were ours. Whether
+        there was one that can be; it has ended then.
+        """
         adopted = starter.adopt(errand)
         if adopted is None:
-            return
+            return False
         with self._changed:
             self._running[errand.name] = adopted
         adopted.wait()
+        return True
 
     def _note(self, trouble: Trouble) -> None:
         self._troubles[trouble.host] = trouble

@@ -64,10 +64,6 @@ class Desk(Protocol):
         """The connection on which this agent waited has ended: a hint that it may be gone."""
         ...
 
-    def shut_down(self) -> None:
-        """Asks all to leave and waits until they have: the one call here that is not quick."""
-        ...
-
     def listen(self, heard: Callable[[Changed], None]) -> Callable[[], None]:
         """Calls `heard` after every change, when it is on disk, from any thread, perhaps under a
         lock: it returns at once and asks nothing. What is returned ends it.

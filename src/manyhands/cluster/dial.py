@@ -28,7 +28,8 @@ CONNECT_S = 10.0
 ANSWER_S = 60.0
 """Beside what a request asks the coordinator to wait."""
 _MAX_ERROR_BYTES = 1 << 20
-_HUNG_UP = (ConnectionError, http.client.BadStatusLine, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+_WITHOUT_A_WORD = (http.client.RemoteDisconnected, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+_HUNG_UP = (ConnectionError, http.client.BadStatusLine, *_WITHOUT_A_WORD)
 
 
 class CoordinatorUnreachable(ClusterError):
@@ -143,24 +144,24 @@ class Dialler:
                     "not have changed, somebody may be in between",
                 )
                 raise CoordinatorRefused(0, problem) from None
+            if isinstance(error, _WITHOUT_A_WORD):
+                raise CoordinatorUnreachable(
+                    f"{where} hung up without an answer",
+                    hint="coordinators speak TLS, unless they are --plain: set "
+                    "MANYHANDS_FINGERPRINT, or use a code"
+                    if not self._code.fingerprint
+                    else "is it going down?",
+                ) from None
             if isinstance(error, ssl.SSLError):
                 raise CoordinatorUnreachable(
                     f"{where} does not speak TLS as a coordinator does: {error.reason}",
-                    hint="is that its address? one on loopback needs no fingerprint",
+                    hint="is that its address? one with --plain has no fingerprint: http://...",
                 ) from None
             if isinstance(error, TimeoutError):
                 raise CoordinatorUnreachable(
                     f"no answer from the coordinator at {where} within "
                     f"{self._connect_s:g} s (connection) or {limit_s:g} s (request)",
                     hint="is it up, and can this machine reach it?",
-                ) from None
-            if isinstance(error, http.client.RemoteDisconnected):
-                raise CoordinatorUnreachable(
-                    f"{where} hung up without an answer",
-                    hint="a coordinator beyond loopback speaks TLS: set MANYHANDS_FINGERPRINT, or "
-                    "use a code"
-                    if not self._code.fingerprint
-                    else "is it going down?",
                 ) from None
             if isinstance(error, http.client.HTTPException):
                 raise OtherVersion(type(error).__name__) from None

@@ -8,6 +8,8 @@ many may do so; and it answers malformed requests in plain text. This does.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +20,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from manyhands.cluster.desk import HttpError
-from manyhands.cluster.gate import HEADERS, KNOWN, error_body
+from manyhands.cluster.gate import HEADERS, MADE_KNOWN, error_body
 from manyhands.cluster.limits import HttpLimits
+
+_COMPLAIN_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 class Door:
@@ -30,6 +35,21 @@ class Door:
         self.most = limits.most_connections()
         self.num_connections = 0
         self.num_strangers = 0
+        self._complained_s = -math.inf
+
+    def full(self) -> str:
+        """Why one who has just come, and is counted, cannot stay; '' if he can."""
+        if self.num_connections > self.most:
+            return f"{self.most} connections are open; descriptors (ulimit -n) bound that"
+        if self.num_strangers > self.limits.strangers:
+            return f"{self.limits.strangers} connections that have shown no token are open"
+        return ""
+
+    def complain(self, why: str, now_s: float) -> None:
+        """Somebody was turned away: told once in a while, however many they are."""
+        if now_s - self._complained_s >= _COMPLAIN_S:
+            self._complained_s = now_s
+            _log.warning("the coordinator turns callers away: %s", why)
 
     def protocol(
         self,
@@ -51,7 +71,8 @@ class _Connection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        # uvicorn copies it into the scope of every request: the gate says there who is known.
+        super().__init__(config, server_state, {**app_state, MADE_KNOWN: self._no_stranger}, _loop)
         self._door = door
         self._headers_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
@@ -62,7 +83,8 @@ class _Connection(H11Protocol):
         door.num_connections += 1
         door.num_strangers += 1
         super().connection_made(transport)
-        if door.num_connections > door.most or door.num_strangers > door.limits.strangers:
+        if full := door.full():
+            door.complain(full, self.loop.time())
             transport.abort()
             return
         self._expect_headers()
@@ -84,12 +106,22 @@ class _Connection(H11Protocol):
             self._headers_due = _cancelled(self._headers_due)
 
     def on_response_complete(self) -> None:
-        if self.scope.get(KNOWN):
-            self._no_stranger()
         super().on_response_complete()
+        if self._is_stranger:
+            # One that stayed would have his place for as long as he asks again. TLS waits for him
+            # to say goodbye, so that has an end too.
+            self.transport.close()
+            self._expect_headers()
         # A part of the next request may have come with the last one.
         if self._is_between_requests() and self.conn.trailing_data[0]:
             self._expect_headers()
+
+    def shutdown(self) -> None:
+        is_idle = self._is_between_requests()
+        super().shutdown()
+        if is_idle:
+            # Nothing is under way. TLS would wait for a goodbye, which nobody there may read.
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -2,8 +2,12 @@
 
 MANYHANDS_COORDINATOR   HOST:PORT, a URL of it, or a user code mhc1-...
 MANYHANDS_TOKEN         the user token
-MANYHANDS_FINGERPRINT   of its certificate, where it is not on loopback
+MANYHANDS_FINGERPRINT   of its certificate
 STATE                   address, token and certificate, as `manyhands up` left them
+
+A state folder that is given is an argument: the environment, which may be about another cluster,
+is not looked at. Plain HTTP is spoken on loopback, where somebody said so: a URL http://..., or
+`manyhands up --plain` in STATE. Otherwise no token is shown to who cannot prove what he is.
 """
 
 from __future__ import annotations
@@ -38,7 +42,10 @@ def find_coordinator(
 ) -> Code:
     """Where the coordinator is and how to speak to it, as a user. Raises UsageError kinds."""
     environ = os.environ if environ is None else environ
-    state = default_state() if state is None else state
+    if state is None:
+        state = default_state(environ)
+    else:
+        environ = {}
     given = address or environ.get("MANYHANDS_COORDINATOR") or ""
     noted = read_text(state / ADDRESS)
     if given.strip().startswith(PREFIX):
@@ -50,17 +57,10 @@ def find_coordinator(
             )
         return code
     host, port, scheme = _split(given or noted or _DEFAULT)
+    if not scheme and noted and is_loopback(host) and _split(noted)[1] == port:
+        scheme = _split(noted)[2]
     pin = check_fingerprint(fingerprint or environ.get("MANYHANDS_FINGERPRINT") or "")
-    is_noted = bool(noted) and _split(noted)[1:] == (port, "https")
-    if not pin and scheme != "http" and (scheme or is_noted or not is_loopback(host)):
-        pin = read_fingerprint(state)
-        if not pin:
-            raise AddressError(
-                f"{host_port(host, port)} is beyond this machine, and nothing says which "
-                "certificate its coordinator has",
-                hint="set MANYHANDS_FINGERPRINT, or use a user code",
-            )
-    if not pin and not is_loopback(host):
+    if not pin and scheme == "http" and not is_loopback(host):
         raise AddressError(
             f"http://{host_port(host, port)} would carry the token in the clear",
             hint="write https://, with MANYHANDS_FINGERPRINT",
@@ -73,6 +73,14 @@ def find_coordinator(
         )
     if not token.isascii() or not token.isprintable():
         raise AddressError("the token has characters that no token has", hint="copy it again")
+    if not pin and scheme != "http":
+        pin = read_fingerprint(state)
+        if not pin:
+            raise AddressError(
+                f"nothing says which certificate the coordinator at {host_port(host, port)} has",
+                hint="set MANYHANDS_FINGERPRINT, or use the user code that `manyhands up` leaves "
+                "in its state folder, as the file `code`",
+            )
     return Code(role=Role.USER, host=host, port=port, token=token, fingerprint=pin)
 
 

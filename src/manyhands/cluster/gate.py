@@ -31,7 +31,10 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KNOWN = "manyhands.known"
-"""Set in the scope of a request that has shown a token: its connection is no stranger's."""
+"""Set in the scope of a request that has shown a token."""
+MADE_KNOWN = "manyhands.made_known"
+"""In the state of a scope: to be called then, since its connection is no stranger's from now on,
+however long the answer takes."""
 ROLE = "manyhands.role"
 
 HEADERS = (
@@ -110,6 +113,7 @@ class Gate:
             return
         scope[ROLE] = self._role(scope)
         scope[KNOWN] = True
+        scope["state"][MADE_KNOWN]()
 
     def _role(self, scope: Scope) -> Role:
         address = _address(scope)

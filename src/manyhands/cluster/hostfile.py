@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.cluster.job import MAX_SLOTS
+from manyhands.cluster.job import MAX_SLOTS, NAME
 from manyhands.core.address import is_loopback
 from manyhands.core.errors import SettingsError
 
@@ -154,7 +154,10 @@ def _address(text: str) -> str:
     elif re.fullmatch(r"[0-9.]+", bare):
         _check_v4(bare)
     bare = bare.lower()
-    return user + at + ("127.0.0.1" if bare in _NAMES_OF_HERE else bare)
+    bare = "127.0.0.1" if bare in _NAMES_OF_HERE else bare
+    if not re.fullmatch(NAME, host_name(bare)):  # a zone may be anything
+        raise _Wrong(f"{text[:80]!r} cannot be made a host's name: {host_name(bare)[:80]!r}")
+    return user + at + bare
 
 
 def _check_v4(host: str) -> None:

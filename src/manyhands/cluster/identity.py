@@ -3,7 +3,8 @@
     STATE/key.pem, cert.pem   pinned by its agents and users
     STATE/token               the users' token
     STATE/agent-token         the agents' token
-    STATE/address             where it listens: http://127.0.0.1:12347
+    STATE/address             where it listens: https://127.0.0.1:12347
+    STATE/code                a user code: all that users of other machines need
 
 Files that only their owner can read, written beside their place and renamed: a coordinator that is
 killed while it makes them leaves none or all of one.
@@ -12,7 +13,9 @@ killed while it makes them leaves none or all of one.
 from __future__ import annotations
 
 import os
+import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,19 +23,35 @@ from manyhands.cluster.routes import Role
 from manyhands.core.errors import SettingsError
 from manyhands.links.tls import create_identity, fingerprint_of
 
-TOKEN, AGENT_TOKEN, ADDRESS, KEY, CERTIFICATE = (
+TOKEN, AGENT_TOKEN, ADDRESS, CODE, KEY, CERTIFICATE = (
     "token",
     "agent-token",
     "address",
+    "code",
     "key.pem",
     "cert.pem",
 )
+_HERE = ("localhost", "127.0.0.1", "::1")
+_OF_ROOT = Path("/var/lib/manyhands")
 
 
-def default_state() -> Path:
+def default_state(environ: Mapping[str, str] | None = None) -> Path:
     """Where a cluster keeps its state unless it is told otherwise."""
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "manyhands" / "cluster"
+
+
+def default_agent_state(address: str, port: int, host: str, user: str | None) -> Path:
+    """Where an agent keeps its state: one folder for each coordinator (its address and port) and
+    name, so that agents of several clusters can share a machine, and machines a home.
+
+    `user`: whom its jobs run as, if not the agent's own.
+    """
+    base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "manyhands"
+    if user is not None:
+        base = _OF_ROOT  # a folder of root's own is closed to the user of the jobs
+    return base / "agents" / re.sub(r"[^A-Za-z0-9.]", "-", f"{address}-{port}") / host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +73,11 @@ def open_identity(state: Path) -> Identity:
     folder's lock). Raises SettingsError.
     """
     try:
+        # One that was there stays as it is: it may be others' too. Every file is private.
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        state.chmod(0o700)
         key, certificate = _read(state / KEY), _read(state / CERTIFICATE)
         if not key or not certificate:
-            key, certificate = create_identity()
+            key, certificate = create_identity("manyhands coordinator", _HERE)
             _write(state / KEY, key)
             _write(state / CERTIFICATE, certificate)
         tokens = {
@@ -73,9 +92,11 @@ def open_identity(state: Path) -> Identity:
     return Identity(key_pem=key, certificate_pem=certificate, tokens=tokens)
 
 
-def write_address(state: Path, url: str) -> None:
-    """Says to the users of this machine where the cluster is."""
+def write_address(state: Path, url: str, code: str = "") -> None:
+    """Says to the users of this machine where the cluster is, and keeps a code for others."""
     _write(state / ADDRESS, url.encode() + b"\n")
+    if code:
+        _write(state / CODE, code.encode() + b"\n")
 
 
 def read_text(path: Path) -> str:

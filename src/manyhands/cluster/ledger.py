@@ -70,22 +70,6 @@ class StateHeld(ManyhandsError):
     """Another agent works in this state folder."""
 
 
-def holder_of(state: Path) -> int | None:
-    """The id of the agent that works in a state folder now; None if none does."""
-    try:
-        fd = os.open(state / "lock", os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        said = os.pread(fd, 32, 0).strip()
-        return int(said) if said.isdigit() else None
-    finally:
-        os.close(fd)
-    return None
-
-
 class AlreadyBegun(ManyhandsError):
     """An attempt was begun here before, and must not be again."""
 

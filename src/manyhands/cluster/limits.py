@@ -51,6 +51,18 @@ class HttpLimits:
         return self.connections if soft < 0 else max(16, min(self.connections, soft // 2))
 
 
+def raise_descriptors(wanted: int = 9216) -> None:
+    """Let this process have so many files and connections, if it may say so itself. The default is
+    enough for as many connections as there may be, with what is needed beside them.
+
+    No more than that: what it starts inherits it, and some programs look at every one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard < 0 else min(wanted, hard)
+    if 0 <= soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 class Rates:
     """Token buckets by key: `take` says how long to wait, 0 for now. Not thread-safe.
 

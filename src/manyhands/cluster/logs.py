@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -22,6 +23,7 @@ from manyhands.core.errors import ManyhandsError, SettingsError
 RESERVE_BYTES = 64 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NUM_LOCKS = 64
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class LogError(ManyhandsError):
@@ -75,10 +77,7 @@ class Logs:
 
     def path(self, name: LogName) -> Path:
         """Where the log is, or would be."""
-        job, attempt, rank = (int(part) for part in name)
-        if min(job, attempt, rank) < 0:
-            raise ValueError(f"no log has a negative number: {name}")
-        return self._folder / f"job-{job}" / f"attempt-{attempt}" / f"rank-{rank}.log"
+        return self._folder.joinpath(*_parts(name))
 
     def length(self, name: LogName) -> int:
         """How many bytes there are; 0 for a log that was never written."""
@@ -93,21 +92,19 @@ class Logs:
         Bytes that are there already are compared, not written: a repeated piece changes nothing.
         Raises WrongOffset, OtherBytes and DiskFull; each says how long the log is.
         """
-        length = self.length(name)
-        grown = length
+        length = grown = 0
         try:
             with (
                 self._locks[hash(name) % _NUM_LOCKS],
-                _named(name, length),
-                _opened(self.path(name), writing=True) as file,
+                _named(name, lambda: length),
+                self._opened(name, writing=True) as file,
             ):
                 length = os.fstat(file).st_size
+                grown = length
                 known = _compare(file, name, length, offset, data)
                 if known < len(data):
                     self._make_room(name, length, len(data) - known)
                     grown = _write(file, length, memoryview(data)[known:], name)
-                else:
-                    grown = length
         except DiskFull as error:
             grown = error.have
             raise
@@ -120,7 +117,7 @@ class Logs:
     def read(self, name: LogName, offset: int, limit: int) -> bytes:
         """Up to `limit` bytes from `offset`; none behind the end."""
         try:
-            with _named(name, 0), _opened(self.path(name), writing=False) as file:
+            with _named(name, lambda: 0), self._opened(name, writing=False) as file:
                 return _read(file, offset, limit)
         except FileNotFoundError:
             return b""
@@ -137,6 +134,35 @@ class Logs:
                 self._listeners = tuple(other for other in self._listeners if other is not heard)
 
         return end
+
+    @contextlib.contextmanager
+    def _opened(self, name: LogName, *, writing: bool) -> Generator[int]:
+        """No symbolic link is followed below our folder, and no pipe waited for: what is not a
+        file of ours is not touched.
+        """
+        *folders, last = _parts(name)
+        flags = os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY
+        with contextlib.ExitStack() as stack:
+
+            def opened(part: str | Path, flags: int, at: int | None) -> int:
+                made = os.open(part, flags | os.O_CLOEXEC, 0o600, dir_fd=at)
+                stack.callback(os.close, made)
+                return made
+
+            at = opened(self._folder, os.O_DIRECTORY, None)
+            for part in folders:
+                try:
+                    at = opened(part, _FOLDER, at)
+                except FileNotFoundError:
+                    if not writing:
+                        raise
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, 0o700, dir_fd=at)
+                    at = opened(part, _FOLDER, at)
+            file = opened(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK, at)
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, "it is no file")
+            yield file
 
     def _make_room(self, name: LogName, length: int, more: int) -> None:
         """A job that prints without end must not take the last block from the job store."""
@@ -175,8 +201,15 @@ def _compare(file: int, name: LogName, length: int, offset: int, data: bytes) ->
     return known
 
 
+def _parts(name: LogName) -> tuple[str, str, str]:
+    job, attempt, rank = (int(part) for part in name)
+    if min(job, attempt, rank) < 0:
+        raise ValueError(f"no log has a negative number: {name}")
+    return f"job-{job}", f"attempt-{attempt}", f"rank-{rank}.log"
+
+
 @contextlib.contextmanager
-def _named(name: LogName, length: int) -> Generator[None]:
+def _named(name: LogName, length: Callable[[], int]) -> Generator[None]:
     """What a disk can do to us has a name, too."""
     try:
         yield
@@ -184,29 +217,12 @@ def _named(name: LogName, length: int) -> Generator[None]:
         raise
     except OSError as error:
         if error.errno in _FULL:
-            raise _full(name, length) from None
+            raise _full(name, length()) from None
         raise LogError(
             f"log {_show(name)} cannot be used: {error.strerror}",
-            have=length,
+            have=length(),
             hint="look at the disk and the permissions of --logdir",
         ) from None
-
-
-@contextlib.contextmanager
-def _opened(path: Path, *, writing: bool) -> Generator[int]:
-    # No symbolic link is followed: what is not a file of ours is not touched.
-    flags = (os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        file = os.open(path, flags, 0o600)
-    except FileNotFoundError:
-        if not writing:
-            raise
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = os.open(path, flags, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def _read(file: int, offset: int, limit: int) -> bytes:

@@ -1,9 +1,10 @@
 """The server: a coordinator's API on a socket, in a thread of its own.
 
-    with Server(coordinator, logs, identity, bind="127.0.0.1:12347") as server:
+    with Server(coordinator, logs, identity, on_shutdown=stop) as server:
         server.url, server.code(Role.AGENT)
 
-On loopback plain HTTP; anywhere else TLS, with the identity's certificate, which callers pin.
+It speaks TLS, with the identity's certificate, which callers pin: on loopback too, where anybody
+of this machine may listen while no coordinator does. Plain HTTP is for loopback, if asked for.
 """
 
 from __future__ import annotations
@@ -43,9 +44,8 @@ _log = logging.getLogger(__name__)
 class Server:
     """Serves from the end of `__enter__` to `close`. Raises SettingsError where it cannot listen.
 
-    `names` are further names by which it is called (its Host headers). `on_shutdown` is what a
-    request to take the cluster down does, and must return at once; without it, the coordinator's
-    `shut_down` is run in a thread.
+    `names` are further names by which it is called (its Host headers). `plain`: no TLS.
+    `on_shutdown` is what a request to take the cluster down does, and must return at once.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class Server:
         *,
         bind: str = f"127.0.0.1:{PORT}",
         names: Iterable[str] = (),
+        plain: bool = False,
         limits: HttpLimits | None = None,
-        on_shutdown: Callable[[], None] | None = None,
+        on_shutdown: Callable[[], None],
     ) -> None:
         self._desk = desk
         self._logs = logs
@@ -65,10 +66,14 @@ class Server:
         self._limits = limits or HttpLimits()
         self._host, self._port = split_host_port(bind, PORT)
         self._names = frozenset(names)
-        self._on_shutdown = on_shutdown or self._shut_down_desk
-        self.is_plain = is_loopback(self._host)
+        self._on_shutdown = on_shutdown
+        self.is_plain = plain
+        if plain and not is_loopback(self._host):
+            raise SettingsError(
+                f"plain HTTP at {bind} would carry tokens in the clear",
+                hint="it is for loopback only: --bind 127.0.0.1, or leave --plain out",
+            )
         self._thread: threading.Thread | None = None
-        self._helpers: list[threading.Thread] = []
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._running: _Uvicorn | None = None
@@ -90,15 +95,15 @@ class Server:
 
     @property
     def fingerprint(self) -> str:
-        """Of the certificate that callers see; '' on loopback, where there is none."""
+        """Of the certificate that callers see; '' where there is none."""
         return "" if self.is_plain else self._identity.fingerprint
 
-    def code(self, role: Role, *, host: str | None = None) -> str:
-        """Lets its holder in, in this role. It is a secret."""
+    def code(self, role: Role, host: str | None = None, port: int | None = None) -> str:
+        """Lets its holder in, in this role, from where this host and port lead here. A secret."""
         return Code(
             role=role,
             host=host or self.host,
-            port=self._port,
+            port=port or self._port,
             token=self._identity.tokens[role],
             fingerprint=self.fingerprint,
         ).pack()
@@ -131,8 +136,6 @@ class Server:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        for helper in self._helpers:
-            helper.join()
 
     def _run(self, listening: socket.socket) -> None:
         try:
@@ -165,7 +168,7 @@ class Server:
                 api.app(),
                 tokens=self._identity.tokens,
                 names={self._host, socket.gethostname(), *self._names},
-                loopback=self.is_plain,
+                loopback=is_loopback(self._host),
                 limits=self._limits,
             )
             identity = self._identity
@@ -196,11 +199,6 @@ class Server:
             timeout_graceful_shutdown=_GRACE_S,
             h11_max_incomplete_event_size=self._limits.headers_bytes,
         )
-
-    def _shut_down_desk(self) -> None:
-        helper = threading.Thread(target=self._desk.shut_down, name="cluster-down")
-        self._helpers.append(helper)
-        helper.start()
 
 
 class _Uvicorn(uvicorn.Server):

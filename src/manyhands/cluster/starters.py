@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
-from manyhands.cluster.ledger import holder_of
+from manyhands.cluster.holder import LOCK, Holder
 from manyhands.core.errors import ManyhandsError, SettingsError
 
 HELD = 75
@@ -36,6 +34,8 @@ _SSH_OPTIONS = (
     *("-o", "ServerAliveCountMax=4"),
     "-T",
 )
+# Of several kinds: two of one kind may arrive as one, and some may be ignored (nohup).
+_HURRY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TAIL_BYTES = 4096
 _TAIL_LINES = 6
 _SSH_FAILED = 255
@@ -72,10 +72,6 @@ class Minded(Protocol):
         """Blocks until it ends; its exit code as subprocess has it. None if it did not in time."""
         ...
 
-    def leaves_doubt(self, code: int) -> bool:
-        """Whether an agent may be at work for its host though this has ended with `code`."""
-        ...
-
     def ask(self) -> None:
         """SIGTERM: it ends its jobs, each with its grace, and goes."""
         ...
@@ -86,10 +82,6 @@ class Minded(Protocol):
 
     def kill(self) -> None:
         """SIGKILL: what it ran on this machine notices, and ends at once."""
-        ...
-
-    def last_words(self) -> tuple[str, ...]:
-        """The last lines that it wrote, since it was started."""
         ...
 
 
@@ -119,10 +111,6 @@ class Started:
         """Its id here."""
         return self._process.pid
 
-    def poll(self) -> int | None:
-        """Its exit code as subprocess has it, or None while it runs."""
-        return self._process.poll()
-
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Blocks until it ends; None if it did not in time."""
         try:
@@ -142,8 +130,7 @@ class Started:
 
     def hurry(self) -> None:
         """Two signals mean: end the jobs at once, and go. ssh knows nothing of that: it ends."""
-        # Of several kinds: two of one kind may arrive as one, and some may be ignored (nohup).
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _HURRY:
             self._process.send_signal(number)
 
     def kill(self) -> None:
@@ -165,43 +152,30 @@ class Adopted:
     It is no child, so its exit code is not known: it ended, and that is all.
     """
 
-    def __init__(self, pid: int, fd: int) -> None:
-        self.pid, self._fd = pid, fd
-        self._lock = threading.Lock()
-        self._ended = False
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+
+    @property
+    def pid(self) -> int:
+        """Its id here."""
+        return self._holder.pid
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """0 when it has ended. By one thread."""
-        if not self._ended:
-            if not select.select([self._fd], [], [], timeout_s)[0]:
-                return None
-            with self._lock:
-                self._ended = True
-                os.close(self._fd)
+        """0 when it has ended. By one thread, once."""
+        if not self._holder.wait(timeout_s):
+            return None
+        self._holder.close()
         return 0
 
-    def leaves_doubt(self, code: int) -> bool:
-        """It is gone, and whoever comes next is ours."""
-        return False
-
     def ask(self) -> None:
-        self._send(signal.SIGTERM)
+        self._holder.send(signal.SIGTERM)
 
     def hurry(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            self._send(number)
+        for number in _HURRY:
+            self._holder.send(number)
 
     def kill(self) -> None:
-        self._send(signal.SIGKILL)
-
-    def last_words(self) -> tuple[str, ...]:
-        """Its log began before this `up`: none."""
-        return ()
-
-    def _send(self, number: int) -> None:
-        with self._lock, contextlib.suppress(ProcessLookupError):
-            if not self._ended:
-                signal.pidfd_send_signal(self._fd, number)
+        self._holder.send(signal.SIGKILL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,20 +190,8 @@ class LocalStarter:
         return _start([*command, *errand.arguments], errand, is_far=False)
 
     def adopt(self, errand: Errand) -> Adopted | None:
-        if errand.state is None or not hasattr(os, "pidfd_open"):
-            return None
-        pid = holder_of(errand.state)
-        if pid is None:
-            return None
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return None
-        # It may have gone, and its id to another, before there was a descriptor of it.
-        if holder_of(errand.state) != pid:
-            os.close(fd)
-            return None
-        return Adopted(pid, fd)
+        holder = None if errand.state is None else Holder.of(errand.state / LOCK)
+        return None if holder is None else Adopted(holder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from manyhands.cluster.code import Code
 from manyhands.cluster.coordinator import Coordinator
 from manyhands.cluster.crew import Crew, Trouble
 from manyhands.cluster.errors import ClusterError
 from manyhands.cluster.hostfile import HostLine
 from manyhands.cluster.hosts import Node
-from manyhands.cluster.identity import open_identity, write_address
+from manyhands.cluster.identity import default_agent_state, open_identity, write_address
 from manyhands.cluster.logs import Logs
 from manyhands.cluster.relay import open_relay
 from manyhands.cluster.routes import Role
@@ -67,6 +66,8 @@ class UpSettings:
     """With manyhands, on the hosts that ssh leads to; empty: the path of this one."""
     user: str | None = None
     """Whom jobs run as, where agents are root."""
+    plain: bool = False
+    """HTTP without TLS: on loopback, for programs that cannot do otherwise."""
 
     def __post_init__(self) -> None:
         far = [host.address for host in self.hosts if not is_loopback(_bare(host.address))]
@@ -76,6 +77,13 @@ class UpSettings:
                 hint=f"--bind 0.0.0.0:{PORT}, and --advertise HOST if they know this machine by "
                 "another name than it thinks",
             )
+        if self.is_local and self.advertise is not None:
+            host, _ = split_host_port(self.advertise, PORT)
+            if not is_loopback(host):
+                raise SettingsError(
+                    f"a coordinator at {self.bind} cannot be reached by the name {host}",
+                    hint=f"--bind 0.0.0.0:{PORT}, or leave --advertise out",
+                )
         if not 1 <= self.lease_s <= 86400:
             raise SettingsError(
                 f"a lease of {self.lease_s:g} s", hint="--lease: from 1 s to a day; 15 is usual"
@@ -116,6 +124,7 @@ class Up:
         self._stop_reason = ""
         self._is_stopping = False
         self._hurry = threading.Event()
+        self._tell_crew: Callable[[], None] = lambda: None  # there is none yet
         self._rung = threading.Event()
         self._is_closing = False
 
@@ -136,7 +145,7 @@ class Up:
     def _open(self, stack: contextlib.ExitStack) -> None:
         settings = self.settings
         store = stack.enter_context(Store.open(settings.state / STORE))
-        self._identity = identity = open_identity(settings.state)
+        identity = open_identity(settings.state)
         self.logs = logs = Logs(settings.logdir)
         self.hub: Hub = stack.enter_context(
             open_relay(settings.bind, settings.advertise, settings.state)
@@ -151,17 +160,19 @@ class Up:
                 logs,
                 identity,
                 bind=settings.bind,
+                plain=settings.plain,
                 names=() if settings.advertise is None else (self.hub.address.host,),
                 on_shutdown=lambda: self.stop("`manyhands down`"),
             )
         )
-        write_address(settings.state, self.url)
+        write_address(settings.state, self.url, self.server.code(Role.USER, *self._shown()))
         self.crew = Crew(
             [self._errand(host) for host in settings.hosts],
             is_heard=lambda host: host in self._heard,
             say=self._say,
         )
         stack.enter_context(self.crew)
+        self._tell_crew = self.crew.look
         watcher = threading.Thread(target=self._watch, name="up watch")
         watcher.start()
         stack.callback(watcher.join)
@@ -178,19 +189,14 @@ class Up:
     @property
     def join_code(self) -> str:
         """What lets agents of other machines in. It is a secret."""
+        return self.server.code(Role.AGENT, *self._shown())
+
+    def _shown(self) -> tuple[str, int]:
+        """Where others reach it."""
         host, port = self.hub.address.host, self.server.port
         if self.settings.advertise is not None:
             host, port = split_host_port(self.settings.advertise, port)
-        return self._code(host, port)
-
-    def _code(self, host: str, port: int) -> str:
-        return Code(
-            role=Role.AGENT,
-            host=host,
-            port=port,
-            token=self._identity.tokens[Role.AGENT],
-            fingerprint=self.server.fingerprint,
-        ).pack()
+        return host, port
 
     def _errand(self, host: HostLine) -> tuple[Starter, Errand]:
         settings = self.settings
@@ -204,9 +210,11 @@ class Up:
         starter: Starter
         state = None
         if host.is_here:
-            starter, code = LocalStarter(), self._code(self.hub.near.host, self.server.port)
-            if settings.user is None:  # to whom this folder would be closed
-                state = settings.state / "agents" / host.name
+            near, port = self.hub.near.host, self.server.port
+            starter, code = LocalStarter(), self.server.code(Role.AGENT, near, port)
+            state = settings.state / "agents" / host.name
+            if settings.user is not None:  # to whom that folder would be closed
+                state = default_agent_state(near, port, host.name, settings.user)
             given += ["--state", str(state)]
             # Ranks of other machines come to this one by the address that their agents use.
             given += ["--address", host.address if settings.is_local else self.hub.address.host]
@@ -256,7 +264,7 @@ class Up:
         self._hurry.set()
         with self._news:
             self._news.notify_all()
-        self.crew.look()
+        self._tell_crew()
 
     @property
     def is_stopping(self) -> bool:
@@ -273,15 +281,18 @@ class Up:
 
     def end(self) -> list[str]:
         """Blocks until everything that was started here has ended; the graces of jobs count,
-        unless it is told to `hurry`. What could not be ended as it should, for people.
+        unless it is told to `hurry`. What could not be ended as it should, for people. The rest,
+        which can still be asked, is closed by leaving the block.
         """
         self.crew.stop_starting()
         self.crew.ask_unheard()
         troubles = self._dismiss()
         killed = self.crew.end(hurry=self._hurry)
         if not troubles and not killed:
-            self.coordinator.forget_hosts()
-        self._stack.close()
+            try:
+                self.coordinator.forget_hosts()
+            except ClusterError as error:
+                troubles.append(f"hosts are still noted: {error.message}")
         return troubles + [f"the agent of {host} had to be killed" for host in killed]
 
     def _dismiss(self) -> list[str]:
@@ -347,13 +358,18 @@ class Up:
             known.get(name)
             or Trouble(
                 host=name,
-                what=f"no word from its agent within {waited_s:g} s",
-                remedy="can it reach this machine? --advertise HOST; its log: "
+                what=f"no word from its agent{self._process(name)} within {waited_s:g} s",
+                remedy="can it reach this machine? --advertise HOST. Is it of an earlier `up`, at "
+                "another address? Then it ends with its lease. Its log: "
                 + str(self.settings.logdir / "agents" / f"{name}.log"),
             )
             for name in wanted
             if name not in self._heard
         )
+
+    def _process(self, name: str) -> str:
+        pid = self.crew.pid(name)
+        return "" if pid is None else f" (process {pid} here)"
 
 
 def _bare(address: str) -> str:

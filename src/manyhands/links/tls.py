@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import ipaddress
 import socket
 import ssl
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -17,12 +19,17 @@ from cryptography.x509.oid import NameOID
 from manyhands.core.errors import Refused
 
 
-def create_identity() -> tuple[bytes, bytes]:
-    """A new private key and its certificate, both as PEM."""
+def create_identity(
+    common_name: str = "manyhands hub", hosts: Sequence[str] = ()
+) -> tuple[bytes, bytes]:
+    """A new private key and its certificate, both as PEM.
+
+    `hosts`: names and addresses that it is for, for programs that check a certificate by these.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "manyhands hub")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     now = datetime.datetime.now(datetime.UTC)
-    certificate = (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -31,8 +38,11 @@ def create_identity() -> tuple[bytes, bytes]:
         # Peers trust the pin, not the dates; a day back for clocks that run behind.
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=36500))
-        .sign(key, hashes.SHA256())
     )
+    if hosts:
+        names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
+        builder = builder.add_extension(names, critical=False)
+    certificate = builder.sign(key, hashes.SHA256())
     return (
         key.private_bytes(
             serialization.Encoding.PEM,
@@ -41,6 +51,13 @@ def create_identity() -> tuple[bytes, bytes]:
         ),
         certificate.public_bytes(serialization.Encoding.PEM),
     )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def fingerprint_of(certificate_pem: bytes) -> str:

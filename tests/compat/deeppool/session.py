@@ -51,7 +51,7 @@ class Session:
                 break
         else:
             raise AssertionError(self.errors)
-        self.address = re.search(r"http://(\S+)", self.said)[1]
+        self.address = re.search(r"https://(\S+)", self.said)[1]
         self.environ["MANYHANDS_COORDINATOR"] = self.address
         return self
 

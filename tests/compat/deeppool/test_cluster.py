@@ -1,12 +1,16 @@
 """DeepPool's flags, and its client's parameters."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from manyhands.cluster.errors import CoordinatorClosed
+from manyhands.cluster.job import Job, Spec
 from manyhands.compat.deeppool.client import ClusterClient, options_of
 from manyhands.compat.deeppool.cluster import ignored, main, parser, settings_of
+from manyhands.compat.deeppool.program import Lesson, parser_of, run
 from manyhands.core.errors import NoMeetingPoint, SettingsError, UsageError
 
 _RUNTIME = [
@@ -69,6 +73,55 @@ def test_what_cannot_be_a_cluster(tmp_path, monkeypatch, capsys, typed, says):
     assert "error: " in capsys.readouterr().err
 
 
+def test_a_part_that_fails_takes_the_cluster_down(tmp_path):
+    code = "import sys\nfrom manyhands.links.hub import Hub; Hub._tick = lambda self: 1 / 0\n"
+    code += "from manyhands.compat.deeppool.cluster import main; sys.exit(main(sys.argv[1:]))"
+    typed = ["--addrToBind", "127.0.0.1:0", "--logdir", "logs", "--state", "state"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *typed],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "a part of the cluster failed (ZeroDivisionError)" in done.stderr
+
+
+class Noting:
+    """A client that notes what is submitted."""
+
+    def __init__(self, address, *, state):
+        self.where = (address, state)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submitTrainingJob(self, name, program, **given):
+        Noting.program = program
+        return Job(id=7, spec=Spec(command=tuple(program)), submitted_s=0.0)
+
+    def follow(self, id):
+        return 0
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--coordinator", "mhc1-SECRET", "--state", "/s", "--wait"],
+        ["--coordinator=mhc1-SECRET", "--state=/s", "--wait"],
+        ["--coord", "mhc1-SECRET", "--stat", "/s", "--wai"],
+    ],
+)
+def test_what_is_for_the_one_who_submits_is_not_in_the_job(monkeypatch, capsys, typed):
+    """A user code among the words of a command is on every host, for everybody to see."""
+    monkeypatch.setattr("manyhands.compat.deeppool.client.ClusterClient", Noting)
+    lesson = Lesson(name="x", tables=None, model=None, optimizer=None, lr=0.1)
+    given = ["1", "8", *typed, "--epochs", "2", "--save", "/saved"]
+    assert run(lesson, "script.py", given, parser_of(lesson, "").parse_args(given)) == 0
+    assert Noting.program[1:] == ["1", "8", "--epochs", "2", "--save", "/saved"]
+
+
 def test_job_parameters():
     given = {
         "training_data": "pets",
@@ -108,7 +161,7 @@ class Refusing:
 
 def test_a_program_that_is_not_there_is_not_submitted(tmp_path):
     (tmp_path / "token").write_text("secret")
-    with ClusterClient("127.0.0.1:1", state=tmp_path) as client:
+    with ClusterClient("http://127.0.0.1:1", state=tmp_path) as client:
         client.cluster.close()
         client.cluster = Refusing()
         with pytest.raises(UsageError, match="no program"):

@@ -228,3 +228,16 @@ def test_a_store_that_is_closed_is_the_end(tmp_path):
         desk.board.is_closed = True
         desk.waits(1)
     assert desk.said == []
+
+
+def test_a_store_that_fails_keeps_no_word_from_its_file(tmp_path):
+    desk = Desk(tmp_path)
+    with desk.transcripts:
+        job = desk.starts(desk.waits(1), ("a", (0,)))
+        desk.writes(job, "one\n")
+        desk.text(0, "one\n")
+        desk.board.is_closed = True
+        desk.board.ring({1})
+        desk.writes(job, "two\n")
+        desk.text(0, "one\ntwo\n")
+    assert desk.said == []

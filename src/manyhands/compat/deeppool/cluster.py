@@ -11,23 +11,17 @@ from __future__ import annotations
 
 import argparse
 import logging
-import queue
-import signal
 import sys
-import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 
+from manyhands.cluster.foreground import READY_LINE, serve
 from manyhands.cluster.hostfile import HostLine, read_hostfile
 from manyhands.cluster.identity import default_state
 from manyhands.cluster.server import PORT
 from manyhands.cluster.up import Ready, Up, UpSettings
 from manyhands.compat.deeppool.transcripts import Slots, Transcripts
 from manyhands.core.errors import ManyhandsError, UsageError
-
-READY_LINE = "Now, cluster is ready to accept training jobs."
 
 _BACKGROUND = "a background job is a job: manyhands submit --priority best-effort"
 _NO_RUNTIME = "there is no C++ runtime"
@@ -54,7 +48,6 @@ _IGNORED = {
     **dict.fromkeys(_OF_BACKGROUND_JOBS, _BACKGROUND),
 }
 """Flag -> why nothing comes of it."""
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in ignored(options):
         _complain(line)
     try:
-        serve(settings_of(options))
+        run(settings_of(options))
     except ManyhandsError as error:
         _complain(f"error: {error}")
         return 2 if isinstance(error, UsageError) else 1
@@ -118,20 +111,14 @@ def settings_of(options: argparse.Namespace) -> UpSettings:
     )
 
 
-def serve(settings: UpSettings) -> None:
+def run(settings: UpSettings) -> None:
     """Until a signal, or `manyhands down`. Raises what makes it fail."""
-    up = Up(settings, say=_complain)
-    with stopped_by_signals(up), up:
+
+    def transcripts(up: Up) -> Transcripts:
         slots = slots_in_order(up, settings.hosts)
-        with Transcripts(up.coordinator, up.logs, settings.logdir, slots, _complain):
-            try:
-                ready = up.until_ready()
-                if ready is not None:
-                    _announce(up, ready)
-                    up.until_stopped()
-            finally:
-                for trouble in up.end():
-                    _complain(f"warning: {trouble}")
+        return Transcripts(up.coordinator, up.logs, settings.logdir, slots, _complain)
+
+    serve(Up(settings, say=_complain), _announce, _complain, beside=transcripts)
 
 
 def slots_in_order(up: Up, hosts: Iterable[HostLine]) -> Callable[[], Slots]:
@@ -147,42 +134,7 @@ def slots_in_order(up: Up, hosts: Iterable[HostLine]) -> Callable[[], Slots]:
     return slots
 
 
-@contextmanager
-def stopped_by_signals(up: Up) -> Generator[None]:
-    """The first has the cluster go down, the second has it do so at once.
-
-    Handlers only put a number into a queue, which may interrupt anything. What was ignored before
-    (nohup) stays so.
-    """
-    numbers: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-
-    def heed() -> None:
-        while (number := numbers.get()) is not None:
-            if not up.is_stopping:
-                _complain(f"{signal.Signals(number).name}: going down; once more for at once")
-                up.stop(signal.Signals(number).name)
-            elif number != signal.SIGHUP:  # a terminal that closes may say so twice
-                up.hurry()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        numbers.put(number)
-
-    thread = threading.Thread(target=heed, name="signals")
-    thread.start()
-    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        numbers.put(None)
-        thread.join()
-
-
 def _announce(up: Up, ready: Ready) -> None:
-    for trouble in ready.missing:
-        _complain(f"warning: no agent of {trouble}\n  it is tried again")
     _say(f"coordinator  {up.url}")
     for node in ready.nodes:
         _say(f"host         {node.name}: {len(node.slots)} slots")

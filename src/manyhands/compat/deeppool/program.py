@@ -171,7 +171,7 @@ def _train(lesson: Lesson, terms: Terms, options: Options) -> None:
 def _submit(script: str, given: Sequence[str], terms: Terms, options: Options) -> int:
     from manyhands.compat.deeppool.client import ClusterClient
 
-    command = [str(Path(script).absolute()), *given]
+    command = [str(Path(script).absolute()), *_of_the_job(given)]
     save = terms.save
     if save is None:
         # Not twice the same: another submission is another training. The same one, begun again
@@ -196,6 +196,17 @@ def _submit(script: str, given: Sequence[str], terms: Terms, options: Options) -
         )
         sys.stdout.flush()
         return client.follow(job.id) if options.wait else 0
+
+
+def _of_the_job(given: Sequence[str]) -> list[str]:
+    """What was typed, less what is for the one who submits: a code in it is a secret, and the
+    command of a job is seen by everybody.
+    """
+    ours = argparse.ArgumentParser(add_help=False)
+    ours.add_argument("--coordinator")
+    ours.add_argument("--state")
+    ours.add_argument("--wait", action="store_true")
+    return ours.parse_known_args(given)[1]
 
 
 def _count(num: int, what: str) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from manyhands.cluster.errors import ClusterError, NoSuchJob
+from manyhands.cluster.errors import ClusterError
 from manyhands.cluster.job import PLACED, TERMINAL, Job, State
 from manyhands.cluster.logs import LogError, LogName
 
@@ -171,8 +171,8 @@ class Transcripts:
         for id in sorted(ids):
             try:
                 job = self._source.job(id)
-            except NoSuchJob:
-                continue  # its submission was undone
+            except ClusterError:
+                continue  # its submission was undone; or the store fails: what is written counts
             self._note(job)
         for number, tapes in self._tapes.items():
             while tapes:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from manyhands.cluster.program import check_command, script_of
+from manyhands.cli.program import check_command, script_of
 from manyhands.core.errors import SettingsError
 
 

@@ -7,9 +7,9 @@ import re
 from manyhands.core.errors import SettingsError
 
 _UNITS_S = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-_PARTS = re.compile(r"(?:\d+(?:\.\d+)?[dhms])+")
-_CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{2})")
-_PLAIN = re.compile(r"\d+(?:\.\d+)?")
+_PARTS = re.compile(r"(?:\d+(?:\.\d+)?[dhms])+", re.ASCII)
+_CLOCK = re.compile(r"(?:(\d{1,9}):)?(\d{1,2}):(\d{2})", re.ASCII)
+_PLAIN = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 _MOST_S = 10 * 365 * 86400.0
 
 
@@ -29,7 +29,7 @@ def parse_duration(text: str, *, what: str = "a time") -> float:
     else:
         raise _wrong(text, what)
     if not 0 < seconds <= _MOST_S:
-        raise SettingsError(f"{what} of {text} is not between 0 and ten years", hint=_hint())
+        raise SettingsError(f"{what} of {text[:40]} is not between 0 and ten years", hint=_hint())
     return seconds
 
 

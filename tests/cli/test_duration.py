@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cluster.duration import parse_duration, show_duration
+from manyhands.cli.duration import parse_duration, show_duration
 from manyhands.core.errors import SettingsError
 
 
@@ -32,7 +32,25 @@ def test_what_people_write(text, seconds):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-5", "soon", "5x", "1:60:00", "1:00:60", "1:2:3:4", "inf", "nan", "9" * 30]
+    "text",
+    [
+        "",
+        "0",
+        "-5",
+        "soon",
+        "5x",
+        "1:60:00",
+        "1:00:60",
+        "1:2:3:4",
+        "inf",
+        "nan",
+        "9" * 30,
+        "9" * 5000,
+        "9" * 5000 + ":00",
+        "9" * 5000 + ":00:00",
+        "9" * 5000 + "h",
+        "\u0665s",
+    ],
 )
 def test_what_is_no_time(text):
     with pytest.raises(SettingsError, match="a limit") as caught:

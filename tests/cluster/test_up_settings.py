@@ -1,0 +1,32 @@
+"""Settings of `manyhands up` that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.cluster.hostfile import HostLine
+from manyhands.cluster.up import UpSettings
+from manyhands.core.errors import SettingsError
+
+
+def test_far_hosts_need_more_than_loopback(tmp_path):
+    far = HostLine(address="ann@10.0.0.7", name="10.0.0.7")
+    with pytest.raises(SettingsError, match=r"ann@10.0.0.7 cannot reach") as caught:
+        UpSettings(state=tmp_path, logdir=tmp_path, hosts=(far,))
+    assert "--bind 0.0.0.0" in caught.value.hint
+    UpSettings(state=tmp_path, logdir=tmp_path, hosts=(far,), bind="0.0.0.0:12347")
+
+
+@pytest.mark.parametrize("advertise", ["box", "192.0.2.1:7", "[2001:db8::1]:7"])
+def test_one_that_only_this_machine_reaches_is_not_advertised_to_others(tmp_path, advertise):
+    with pytest.raises(SettingsError, match="cannot be reached") as caught:
+        UpSettings(state=tmp_path, logdir=tmp_path, bind="127.0.0.1:1", advertise=advertise)
+    assert "--bind 0.0.0.0" in caught.value.hint
+    UpSettings(state=tmp_path, logdir=tmp_path, bind="127.0.0.1:1", advertise="localhost")
+    UpSettings(state=tmp_path, logdir=tmp_path, bind="0.0.0.0:1", advertise=advertise)
+
+
+@pytest.mark.parametrize("lease_s", [0.5, 0, 1e9])
+def test_leases_out_of_range(tmp_path, lease_s):
+    with pytest.raises(SettingsError, match="a lease of"):
+        UpSettings(state=tmp_path, logdir=tmp_path, lease_s=lease_s)
