@@ -463,7 +463,7 @@ class Rounds:
                 if self._shelf.add_part(sender, message, block):
                     whole = self._adder.is_whole(message, block)
                     self._feed(e.PartArrived(sender, message, refused=not whole))
-                    self._news.notify_all()
+                    self.outlook.contributed()
             case m.Sum():
                 if (filed := self._file_sum(sender, message, block)) is not None:
                     self._feed(e.SumArrived(sender, message, digest_of(filed)))
