@@ -15,6 +15,8 @@ Rows `overlap-thread` and `overlap-process`: one worker decodes photographs (sci
 the loop multiplies matrices for as long as that takes. `decode_s` and `step_s` are of a batch, each
 alone; `ratio_to_larger` is what a batch takes of the loop, over the larger of the two: 1.0 means
 that one is hidden behind the other, 2.0 that they take turns. `wait_s`: of it, waiting for data.
+With `--device cuda` that loop is on a GPU, which gets the photographs too (`device=` of the Loader,
+also where decoding is timed alone), and a step ends when the GPU has.
 """
 
 from __future__ import annotations
@@ -110,15 +112,16 @@ def read_main(way: str, folder: str, batch: int, workers: int) -> None:
         loader.close()
 
 
-def overlap_main(way: str, folder: str) -> None:
+def overlap_main(way: str, folder: str, device: str) -> None:
     import torch
 
     from manyhands.data import ImageTree, Loader
 
     torch.set_num_threads(1)
+    on_gpu = device != "cpu"
     table = ImageTree(folder)
-    direct = Loader(table, PHOTO_BATCH, seed=SEED)
-    matrix = torch.rand(256, 256)
+    direct = Loader(table, PHOTO_BATCH, seed=SEED, device=device)
+    matrix = torch.rand(*([2048 if on_gpu else 256] * 2), device=device)
 
     def timed(work) -> float:
         began_s = time.perf_counter()
@@ -128,6 +131,8 @@ def overlap_main(way: str, folder: str) -> None:
     def step(times: int) -> None:
         for _ in range(times):
             torch.mm(matrix, matrix)
+        if on_gpu:
+            torch.cuda.synchronize()
 
     def decode_s() -> float:
         return timed(lambda: [None for _ in direct]) / len(direct)
@@ -136,7 +141,7 @@ def overlap_main(way: str, folder: str) -> None:
     step(100)
     once_s = statistics.median(timed(lambda: step(50)) / 50 for _ in range(9))
     kind = way.removeprefix("overlap-")
-    loader = Loader(table, PHOTO_BATCH, seed=SEED, workers=1, kind=kind)
+    loader = Loader(table, PHOTO_BATCH, seed=SEED, workers=1, kind=kind, device=device)
     next(iter(loader))
     print(json.dumps({"ready": True}), flush=True)
     for _ in sys.stdin:
@@ -174,7 +179,7 @@ def measure(args, ways: list[str]) -> list[dict]:
         crew: dict[str, Worker] = {}
         for way in ways:
             data = folder / ("photos" if way.startswith("overlap") else "digits")
-            shape = (way, data, args.batch, args.workers)
+            shape = (way, data, args.batch, args.workers, args.device)
             crew[way] = stack.enter_context(Worker(__file__, "--reader", *shape))
             crew[way].hear()  # one after the other: they are not to disturb each other's start
         said: dict[str, list[dict]] = {way: [] for way in ways}
@@ -208,6 +213,7 @@ def row_of(way: str, args, turns: list[dict]) -> dict:
         "turn_s": [turn["time"] for turn in turns],
     }
     if overlaps:
+        row["device"] = args.device
         larger = [turn["time"] / max(turn["decode"], turn["step"]) for turn in turns]
         row["decode_s"] = statistics.median(turn["decode"] for turn in turns)
         row["step_s"] = statistics.median(turn["step"] for turn in turns)
@@ -254,6 +260,7 @@ def main() -> None:
     parser.add_argument("--way", default=WAYS)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--device", default="cpu", help="of the overlap rows")
     parser.add_argument("--turns", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="few turns: does it run at all?")
@@ -271,9 +278,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--reader"]:
-        way, folder, batch, workers = sys.argv[2:6]
+        way, folder, batch, workers, device = sys.argv[2:7]
         if way.startswith("overlap"):
-            overlap_main(way, folder)
+            overlap_main(way, folder, device)
         else:
             read_main(way, folder, int(batch), int(workers))
     else:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import psutil
 from harness import cpu_of, forget_peaks, memory_of, peaks_of
-from train import Job, Shares, Trainer, count_of, final, samples_of, smooth_model_of
+from train import Job, Shares, Trainer, count_of, final, keep_heap, samples_of, smooth_model_of
 
 os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # an averaging that fails is its own matter
 
@@ -74,7 +74,8 @@ class HivemindTrainer:
             tracker_opts={"min_refresh_period": 0.1, "max_refresh_period": 1.0},
         )
         loader = DataLoader(samples_of(job, width), batch_sampler=Shares(job))
-        self._trainer = Trainer(self.module, self.module, self._optimizer, loader)
+        heap_kept = keep_heap(self.module)
+        self._trainer = Trainer(self.module, self.module, self._optimizer, loader, heap_kept)
         self._steps = self._endless()
         me = psutil.Process()
         self.pids = [me.pid, *(child.pid for child in me.children(recursive=True))]
@@ -105,6 +106,7 @@ class HivemindTrainer:
             "taken": taken / counted,
             "peak": peak,
             "extra": max(0, peak - base),
+            "heap_kept": self._trainer.heap_kept,
         }
 
     def _train_until(self, epoch: int) -> Trained:

@@ -8,6 +8,8 @@ without anything of ours, `alone` the same with `manyhands.join` and nobody else
 `--peers 1` means. `gloo` is DDP; `hub` (without TLS) and `amqp` are `manyhands.join` with others.
 Every peer is a process with one torch thread, the meeting point is one too. They stay alive and
 take turns, each an epoch of some steps, so that a disturbance of the machine meets all alike.
+`manyhands.join` has malloc keep what a step frees (replica/heap.py), by which the plain loop gains
+as much: so here all links do it (`heap_kept`), and ratios are of overhead alone.
 
 `samples_per_s`, and the seconds of a step, are of whole turns: reading samples, forward, backward,
 averaging, optimizer. Ratios are medians over turns, each next to the other's of the same moment.
@@ -92,6 +94,7 @@ class Trainer:
     model: Any
     optimizer: Any
     loader: Any
+    heap_kept: bool
     bytes_sent: Callable[[], int] = lambda: 0
 
     def epoch(self) -> Iterator[None]:
@@ -142,19 +145,31 @@ def trainer_of(job: Job, stack: contextlib.ExitStack) -> Trainer:
     from torch.utils.data import DataLoader
 
     module, width = smooth_model_of(job.millions)
+    heap_kept = keep_heap(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     data = samples_of(job, width)
     if job.link in ("plain", "gloo"):
         loader = DataLoader(data, batch_sampler=Shares(job))
         model = distributed(module, job) if job.link == "gloo" else module
-        return Trainer(module, model, optimizer, loader)
+        return Trainer(module, model, optimizer, loader, heap_kept)
 
     import manyhands as mh
 
     run = stack.enter_context(mh.join(job.where, min_peers=job.size, seed=SEED))
     given = DataLoader(data, job.batch, shuffle=True)
     model, optimizer, loader, _ = run.wrap(module, optimizer, given, epochs=job.turns)
-    return Trainer(module, model, optimizer, loader, lambda: run._session._link.bytes_sent)
+    sent = lambda: run._session._link.bytes_sent  # noqa: E731
+    return Trainer(module, model, optimizer, loader, heap_kept, sent)
+
+
+def keep_heap(module) -> bool:
+    """What `manyhands.join` does to malloc, whoever this peer is; whether it could be done."""
+    import torch
+
+    from manyhands.replica.heap import keep_freed
+
+    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    return keep_freed(num_bytes, torch.device("cpu"), os.environ)
 
 
 def distributed(module, job: Job):
@@ -197,6 +212,7 @@ def take_turn(trainer: Trainer, job: Job) -> dict:
         "taken": job.batch / job.size,
         "peak": memory_of("self", "VmHWM"),
         "extra": max(0, memory_of("self", "VmHWM") - base),
+        "heap_kept": trainer.heap_kept,
     }
 
 
@@ -319,6 +335,7 @@ class Bench:
             "mbytes": count * 4 / 1e6,
             "wire": "fp32",
             "batch": self._args.batch,
+            "heap_kept": all(a["heap_kept"] for turn in turns for a in turn),
             "turns": len(turns),
             "median_s": statistics.median(seconds),
             "p10_s": quantile(seconds, 0.1),

@@ -104,6 +104,7 @@ TRAINING = AVERAGING | {
     "loss",
     "difference_to_plain",
     "peak_bytes",
+    "heap_kept",
 }
 
 
@@ -113,6 +114,7 @@ def test_train(tmp_path: Path) -> None:
     assert [row["link"] for row in rows] == ["plain", "alone", "gloo", "hub", "amqp"]
     assert all(row["identical"] for row in rows)
     assert all(row["difference_to_plain"] < 1e-5 for row in rows)
+    assert len({row["heap_kept"] for row in rows}) == 1  # ratios are of nothing else
     assert "torchft is left out" in (tmp_path / "log").read_text()
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from manyhands.collectives import layout
 from manyhands.collectives.adder import Adder
 from manyhands.collectives.bank import Bank, pool_for
 from manyhands.collectives.layout import Layout
@@ -127,6 +128,20 @@ def test_the_norm_is_that_of_what_everybody_reads(dtype, wire, tolerance, size):
     head, mean = owner.add((1, ME))
     expected = math.fsum(x * x for x in mean.double().tolist())
     assert head.squared_norm == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("numel", [1 << 15, (1 << 15) + 1, 100_000])
+def test_the_norm_of_several_pieces_in_whichever_thread(monkeypatch, numel, autocast):
+    """The user's, which adds up if its contribution comes last, may have autocast on."""
+    monkeypatch.setattr(layout, "_MIN_PARTS", 1)  # all of it is one part
+    owner = Owner(numel=numel)
+    for peer in (1, ME):
+        owner.give(peer, values_of(torch.float32, peer, numel))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        head, mean = owner.add((1, ME))
+    expected = math.fsum(x * x for x in mean.double().tolist())
+    assert head.squared_norm == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-18, 1e18, 1e25, 1e37], ids=str)

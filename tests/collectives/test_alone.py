@@ -42,6 +42,24 @@ def test_the_mean_is_read_where_it_was_lent(url):
     assert elsewhere[1].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
 
 
+def test_one_head_for_parts_of_several_kinds(url):
+    """More than one part, of which nobody else will ever see a head."""
+    given = [*values(2.0, -4.0, 6.0), torch.tensor([7, -8])]
+    like = [torch.empty_like(tensor) for tensor in given]
+    with Group(url, 1, like) as group:
+        assert group.peers[0].layout.num_parts == 2
+        for _ in range(2):
+            (committed,) = group.round([[tensor.clone() for tensor in given]], [2.0])
+            assert committed.result.alone
+            assert [head.k for head in committed.sums] == [0]
+            assert (committed.weight, committed.squared_norm) == (2.0, 0.0)
+            mean = [torch.empty_like(tensor) for tensor in given]
+            committed.result.read_into(mean)
+            committed.result.close()
+            assert mean[0].tolist() == [1.0, -2.0, 3.0]
+            assert mean[2].tolist() == [7, -8]  # added up, and that is all
+
+
 def test_a_share_in_several_passes():
     like = [torch.empty(2)]
     with Group("local://", 1, like) as group:

@@ -61,6 +61,15 @@ def test_slices_are_the_memory_itself():
             assert (flat[piece.start : piece.stop] == part.k).all()
 
 
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+def test_flat_ones_keep_the_memory_that_was_lent(shape):
+    """Whatever becomes of the tensor: its owner may put other memory into it."""
+    given = torch.full(shape, 3.0)
+    (flat,) = Layout.of([given], 128).check([given])
+    given.data = torch.full(shape, 9.0)
+    assert flat.tolist() == [3.0] * 6
+
+
 @pytest.mark.parametrize("tensor", range(5))
 def test_what_is_ready(tensor):
     """The parts from `ready_from` on, and none before, need no tensor before this one."""

@@ -44,7 +44,7 @@ class Seat:
                     digest = b"digest of %d" % said.sum.k
                     answers += self.tell(e.Summed(said.sum, digest), lease=lease)
                 elif isinstance(said, i.Conclude):
-                    answers += self.tell(e.Concluded(said.sums, b"of its own"), lease=lease)
+                    answers += self.tell(e.Concluded(said.sum, b"of its own"), lease=lease)
         self.said += answers
         return answers
 
@@ -125,6 +125,49 @@ def test_without_a_lease_it_waits_and_asks_again():
     answers = seat.tell(confirmed, lease=False)
     assert answers == [i.ConfirmLease(machine.applied, machine.tag)]
     assert only(i.Commit, seat.tell(confirmed))
+
+
+def test_what_is_concluded_has_one_head_for_all_parts():
+    seat, _ = founder()
+    answers = seat.tell(e.Computed(0, WHOLE, fit=True))
+    (conclude,) = only(i.Conclude, answers)
+    assert (conclude.sum.k, conclude.sum.record.prev) == (0, b"seed")
+    assert not sent(m.Part, answers)
+    assert not sent(m.Sum, answers)
+    assert not only(i.Commit, answers)
+    (commit,) = only(i.Commit, confirm(seat))
+    assert (commit.alone, commit.sums) == (True, (conclude.sum,))
+    assert commit.chain == seat.machine.chain
+    assert not seat.machine.kept.results
+
+
+def test_a_cut_does_not_undo_what_was_concluded():
+    """All parts are held, although there is one head; it is committed once, after the cut."""
+    seat, _ = founder()
+    machine = seat.machine
+    (conclude,) = only(i.Conclude, seat.tell(e.Computed(0, WHOLE, fit=True)))
+    tag = machine.tag
+    shaken = arbiter.shaken(machine.view, [A])
+    answers = seat.tell(e.ViewSeen(shaken))
+    assert only(i.Settled, answers) == [i.Settled(shaken.cut, True, 1, False, ())]
+    assert not only(i.Commit, answers)
+    (asked,) = only(i.ConfirmLease, answers)
+    answers = seat.tell(e.LeaseConfirmed(asked.round, asked.attempt))
+    (commit,) = only(i.Commit, answers)
+    assert (commit.round, commit.attempt, commit.alone) == (0, tag, True)
+    assert commit.sums == (conclude.sum,)
+    assert only(i.Compute, answers) == [i.Compute(1, WHOLE)]
+
+
+def test_another_attempt_is_not_complete_with_part_0():
+    seat, _ = founder()
+    machine = seat.machine
+    (conclude,) = only(i.Conclude, seat.tell(e.Computed(0, WHOLE, fit=True)))
+    confirm(seat)
+    head = m.Sum(*machine._key, 0, conclude.sum.contributions, record=conclude.sum.record)
+    assert machine.book.add_sum(head, b"digest")
+    assert (machine.book.complete(machine._key), machine.book.mask(machine._key)) == (False, 1)
+    assert machine.book.concluded is None  # dropped with the round
 
 
 def test_the_chain_covers_the_record():

@@ -72,6 +72,7 @@ MUTATIONS = [  # (what is broken, where it shows, schedules within which it must
     (broken.TrustsItsLeaseWhenAlone, World, 300),
     (broken.GoesByARecordThatDidNotKnow, ComingAndGoing, 200),
     (broken.ConcludesAlthoughOthersAreThere, Starved, 50),
+    (broken.TakesPartZeroForAll, World, 50),
     (broken.TrustsItsOwnStateAtTheFirstRecord, Resumed, 50),
     (broken.AsksOnceWhateverIsLost, World, 800),
     (broken.ForgetsWhoWasServed, World, 2000),

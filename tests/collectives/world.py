@@ -335,12 +335,12 @@ class World:
         """The values of such a round are nowhere but at this peer, and must never be asked for."""
         self.require(alone.part.ranges == peer.bank, "the bank is not what the Part says")
         weight = float(len(alone.part.ranges))
-        sums = tuple(msgspec.structs.replace(head, weight=weight) for head in alone.sums)
+        head = msgspec.structs.replace(alone.sum, weight=weight)
         self.closing[alone.part.round, alone.part.attempt] = peer.machine.record.closing
-        digest = hashlib.blake2b(m.encode(sums[0]), digest_size=16).digest()
+        digest = hashlib.blake2b(m.encode(head), digest_size=16).digest()
         peer.concluded = (alone.part.round, alone.part.attempt)
         self.count["alone"] += 1
-        (peer.chores if self.lazy else queue).append(e.Concluded(sums, digest))
+        (peer.chores if self.lazy else queue).append(e.Concluded(head, digest))
 
     def compute(self, peer, instruction):
         self.require(bool(instruction.ranges), "an empty Compute")

@@ -127,18 +127,52 @@ def test_only_what_was_asked_for_fails():
         gc.enable()
 
 
-@pytest.mark.parametrize("positions", [(3,), (5, 1, 30)], ids=["one", "several"])
-@pytest.mark.parametrize("chosen", [None, list(range(SIZE, 0, -1))], ids=["all", "chosen"])
+@pytest.mark.parametrize(
+    "positions", [(3,), (5, 1, 30), (5, 6, 7), (7, 6, 5)], ids=["one", "several", "on", "back"]
+)
+@pytest.mark.parametrize(
+    "chosen",
+    [None, list(range(SIZE, 0, -1)), list(range(-1, -SIZE - 1, -1))],
+    ids=["all", "chosen", "from the end"],
+)
 def test_tensors_come_as_if_collated_sample_by_sample(positions, chosen):
     images = torch.rand(SIZE + 1, 4, 5, 3).permute(0, 3, 1, 2)  # not in the order of its memory
-    tensors = TensorDataset(images, torch.arange(SIZE + 1), torch.rand(SIZE + 1, 2) > 0.5)
+    tensors = TensorDataset(
+        images,
+        torch.arange(SIZE + 1),
+        torch.rand(SIZE + 1, 2) > 0.5,
+        torch.arange(SIZE + 1).to(torch.uint16),
+    )
     data = DataLoader(tensors, 8, sampler=chosen)
     source, request = Source.of(data), Request(0, positions)
+    reading = Fetcher(source, seed=5)
     expected = [tensors[source.number(position)] for position in positions]
-    batch = Fetcher(source, seed=5).fetch(request)
+    reading.fetch(Request(0, (0,)))  # the order is known from here on
+    batch = reading.fetch(request)
     for got, wanted in zip(batch, data.collate_fn(expected), strict=True):
         assert torch.equal(got, wanted)
         assert (got.dtype, got.stride()) == (wanted.dtype, wanted.stride())
+
+
+def test_tensors_are_read_wherever_a_user_makes_new_ones():
+    tensors = TensorDataset(torch.arange(SIZE), torch.rand(SIZE, 3))
+    fetcher = Fetcher(Source.of(DataLoader(tensors, 8)), seed=5)
+    fetcher.fetch(Request(0, (0,)))  # the order is known from here on
+    with torch.device("meta"):
+        numbers, points = fetcher.fetch(Request(0, (1, 2, 3)))
+    assert numbers.tolist() == [1, 2, 3]
+    assert torch.equal(points, tensors.tensors[1][1:4])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_tensors_on_a_gpu_stay_there():
+    tensors = TensorDataset(torch.arange(SIZE).cuda(), torch.rand(SIZE, 3).cuda())
+    chosen = list(range(-1, -SIZE - 1, -1))
+    fetcher = Fetcher(Source.of(DataLoader(tensors, 8, sampler=chosen)), seed=5)
+    numbers, points = fetcher.fetch(Request(0, (1, 2, 3)))
+    assert (numbers.is_cuda, points.is_cuda) == (True, True)
+    assert numbers.tolist() == [SIZE - 2, SIZE - 3, SIZE - 4]
+    assert torch.equal(points, tensors.tensors[1][numbers])
 
 
 def test_a_worker_that_dies_of_a_guess_does_not_shift_the_batches():

@@ -104,7 +104,7 @@ class Adder:
             total.zero_()
         for place, peer in enumerate(given):
             adding.offer(place, self._contribution(head.k, codec, filed[peer], own=peer == me))
-        if shape.dtype.is_floating_point or shape.dtype.is_complex:
+        if weight != 1.0 and (shape.dtype.is_floating_point or shape.dtype.is_complex):
             total.div_(weight)
         if apart:
             codec.encode(total, block.tensor)

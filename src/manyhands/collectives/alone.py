@@ -42,16 +42,12 @@ class Alone:
             return False
         return not self._refuse or are_finite(self._bank.flats)
 
-    def conclude(self, sums: Sequence[Sum], notes: bytes) -> Concluded:
-        """The heads with their weight, and in place of a digest what no other round has.
-
-        They have no norm: who wants one takes it of the mean.
-        """
+    def conclude(self, head: Sum, notes: bytes) -> Concluded:
+        """It has no norm: who wants one takes it of the mean."""
         weight = self._bank.weight
-        heads = [msgspec.structs.replace(head, weight=weight) for head in sums]
-        heads[0] = msgspec.structs.replace(heads[0], notes=notes)
         self._own = Own(self._bank.flats, weight)
-        return Concluded(tuple(heads), secrets.token_bytes(_DIGEST_BYTES))
+        head = msgspec.structs.replace(head, weight=weight, notes=notes)
+        return Concluded(head, secrets.token_bytes(_DIGEST_BYTES))
 
     def take(self, commit: Commit) -> Own | None:
         """What was concluded, if it is this round's result."""

@@ -64,7 +64,6 @@ class Attempt(Follower):
         self._confirming: Key | None = None  # attempt whose commit waits for the lease
         self._confirmed: Key | None = None
         self._fit = False  # what is in the bank would do as the result of a round
-        self._concluded: Key | None = None  # attempt whose values nobody can be sent
         self.fill_tag: Tag | None = None  # while filling: the attempt that is filled in
 
     @abstractmethod
@@ -128,21 +127,15 @@ class Attempt(Follower):
         self.book.add_part(self.me, part, refused=False)
         record = self._write_record()
         share = (Share(self.me, self.claims),)
-        numbers = range(self.course.num_parts)
-        self._adding.update(numbers)
+        self._adding.update(range(self.course.num_parts))
         exact = self._governing().resync
-        heads = (
-            Sum(*self._key, k, share, EMPTY, None if k else record, exact=exact) for k in numbers
-        )
-        self._emit(Conclude(part, tuple(heads)))
+        self._emit(Conclude(part, Sum(*self._key, 0, share, EMPTY, record, exact=exact)))
 
     def _on_concluded(self, event: Concluded) -> None:
-        head = event.sums[0]
+        head = event.sum
         if (head.round, head.attempt) != self._key or self.mode is not Mode.RUNNING:
             return  # a cut came: this attempt is void
-        for head in event.sums:
-            self.book.add_sum(head, event.digest)
-        self._concluded = self._key
+        self.book.conclude(head, event.digest)
         self._release()
         self._progress()
 
@@ -378,8 +371,8 @@ class Attempt(Follower):
             return False
         results = self.book.results(key)
         self.previous, self.chain = self.chain, self.book.chain_after(self.chain, key)
-        sums = tuple(results[k].sum for k in range(self.course.num_parts))
-        alone = key == self._concluded
+        sums = tuple(results[k].sum for k in range(len(results)))
+        alone = key == self.book.concluded
         self.kept = Kept(key, {} if alone else results)
         self.applied += 1
         over = self._governing().closing

@@ -55,6 +55,7 @@ class Book:
         self._parts: dict[Key, dict[int, dict[int, Contribution]]] = {}
         self._sums: dict[Key, dict[int, Result]] = {}
         self._chains: dict[tuple[bytes, Key], bytes] = {}
+        self.concluded: Key | None = None  # attempt that one result, of part 0, is all of
 
     def add_part(self, sender: int, part: Part, *, refused: bool) -> bool:
         """File a contribution; False if it is there already."""
@@ -73,6 +74,11 @@ class Book:
         attempt[sum_.k] = Result(sum_, digest)
         return True
 
+    def conclude(self, sum_: Sum, digest: bytes) -> None:
+        """File the one result of an attempt whose values nobody can be sent."""
+        self.concluded = Key(sum_.round, sum_.attempt)
+        self._sums[self.concluded] = {0: Result(sum_, digest)}
+
     def contributions(self, key: Key, k: int) -> Mapping[int, Contribution]:
         """The contributions to one part, by sender."""
         return self._parts.get(key, {}).get(k, {})
@@ -80,6 +86,12 @@ class Book:
     def results(self, key: Key) -> Mapping[int, Result]:
         """The results of an attempt, by part."""
         return self._sums.get(key, {})
+
+    def mask(self, key: Key) -> int:
+        """The parts of an attempt that are held: bit k for part k."""
+        if self.complete(key):
+            return (1 << self._num_parts) - 1
+        return sum(1 << k for k in self.results(key))
 
     def attempts(self, round_: int) -> list[Tag]:
         """The attempts at a round of which a result is held."""
@@ -91,7 +103,8 @@ class Book:
 
     def complete(self, key: Key) -> bool:
         """Whether all parts of an attempt are held."""
-        return len(self._sums.get(key, ())) == self._num_parts
+        held = self._sums.get(key, ())
+        return len(held) == self._num_parts or (bool(held) and key == self.concluded)
 
     def record(self, key: Key) -> Record | None:
         """The record of an attempt, once its part 0 is held."""
@@ -117,7 +130,7 @@ class Book:
         if known is None:
             digest = hashlib.blake2b(chain, digest_size=CHAIN_BYTES)
             results = self._sums[key]
-            for k in range(self._num_parts):
+            for k in range(len(results)):
                 for piece in (encode(results[k].sum), results[k].digest):
                     digest.update(len(piece).to_bytes(4, "little"))
                     digest.update(piece)
@@ -136,6 +149,8 @@ class Book:
         dropped = [key for key in self._sums if not wanted(key)]
         for key in dropped:
             del self._sums[key]
+        if self.concluded in dropped:
+            self.concluded = None
         if dropped:
             self._chains.clear()
         return dropped

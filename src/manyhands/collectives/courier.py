@@ -65,7 +65,7 @@ class Courier:
         self._ended = False
         # Each wakes one thread only, and only if it sleeps: this is in the way of every message.
         self._bell: SimpleQueue[bool] = SimpleQueue()  # one for each letter; False: the end
-        self._unconfirmed: SimpleQueue[Letter | None] = SimpleQueue()
+        self._unconfirmed: SimpleQueue[list[Letter] | None] = SimpleQueue()
         self._threads = (
             threading.Thread(target=self._send, name=f"send {link.me}", daemon=True),
             threading.Thread(target=self._confirm, name=f"confirm {link.me}", daemon=True),
@@ -123,6 +123,7 @@ class Courier:
             self._end(ManyhandsError("the thread that sends has failed; the log says why"))
 
     def _send_all(self) -> None:
+        batch: list[Letter] = []  # whoever confirms is woken when there is something to do
         while self._bell.get() and (letter := self._next()) is not None:
             try:
                 buffers = letter.buffers() if callable(letter.buffers) else letter.buffers
@@ -134,7 +135,10 @@ class Courier:
                 self._end(error)
                 return
             if letter.sent is not None:
-                self._unconfirmed.put(letter)
+                batch.append(letter)
+                if letter.hurry or len(batch) == _PATIENT:
+                    self._unconfirmed.put(batch)
+                    batch = []
 
     def _carry(self, letter: Letter, buffers: Sequence[Buffer]) -> None:
         """In slices, so that `close` need not wait for a reader that takes nothing."""
@@ -165,16 +169,12 @@ class Courier:
 
     def _confirm_all(self) -> None:
         """Wait for the meeting point beside the sending, not between two letters."""
-        batch: list[Letter] = []
-        while (letter := self._unconfirmed.get()) is not None:
-            batch.append(letter)
+        while (batch := self._unconfirmed.get()) is not None:
             with contextlib.suppress(Empty):
-                while (letter := self._unconfirmed.get_nowait()) is not None:
-                    batch.append(letter)
+                while (more := self._unconfirmed.get_nowait()) is not None:
+                    batch += more
             if self._ended:
                 return
-            if len(batch) < _PATIENT and not any(letter.hurry for letter in batch):
-                continue
             try:
                 self._link.flush()
             except ManyhandsError as error:
@@ -183,7 +183,6 @@ class Courier:
             for letter in batch:
                 if letter.sent is not None:
                     letter.sent()
-            batch.clear()
 
     def _end(self, error: ManyhandsError) -> None:
         if self._stop():

@@ -71,7 +71,7 @@ class Cutting(Attempt):
         tags = [t for t in self.book.attempts(self.applied) if t.cut >= self.generation]
         newest = max(tags, default=NO_TAG)
         key = Key(self.applied, newest)
-        held = sum(1 << k for k in self.book.results(key))
+        held = self.book.mask(key)
         return Status(
             cut=self.cut,
             applied=self.applied,

@@ -138,9 +138,11 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Concluded:
-    """A `Conclude` is done: its heads with weight and notes filled in, and one digest for all."""
+    """A `Conclude` is done: its head with weight and notes filled in, and in place of a digest what
+    no other round has.
+    """
 
-    sums: tuple[Sum, ...]
+    sum: Sum
     digest: bytes
 
 

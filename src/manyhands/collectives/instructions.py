@@ -89,11 +89,11 @@ class AddUp:
 class Conclude:
     """This peer is alone, and its contribution, which `part` is the first part of, is the result.
 
-    Report `Concluded`. Nobody will be sent the values.
+    Report `Concluded`. Nobody will be sent the values, so `sum` is the head of all parts.
     """
 
     part: Part
-    sums: tuple[Sum, ...]
+    sum: Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Commit:
 
     Keep the encoded result until `Stable` or the next Commit; one that was concluded `alone` nobody
     else will ask for. All contributions to the round, the bank, and results of other attempts at it
-    are dropped with this. `sums` are its heads, in order of parts.
+    are dropped with this. `sums` are its heads, in order of parts; `alone` has one for all.
     """
 
     round: int

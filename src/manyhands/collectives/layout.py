@@ -95,18 +95,18 @@ class Layout:
         if len(tensors) != len(self.shapes):
             raise UsageError(f"{len(tensors)} tensors came; the layout has {len(self.shapes)}")
         flats: list[Tensor] = []
-        for index, (tensor, shape) in enumerate(zip(tensors, self.shapes, strict=True)):
-            if (tensor.dtype, tensor.numel()) != shape:
+        for index, (tensor, (dtype, numel)) in enumerate(zip(tensors, self.shapes, strict=True)):
+            if tensor.dtype is not dtype or tensor.numel() != numel:
                 raise UsageError(
-                    f"tensor {index} is {tensor.dtype}[{tensor.numel()}], "
-                    f"not {shape[0]}[{shape[1]}]"
+                    f"tensor {index} is {tensor.dtype}[{tensor.numel()}], not {dtype}[{numel}]"
                 )
-            here = tensor.device.type == "cpu" or (on_gpu and tensor.is_cuda)
+            here = tensor.is_cpu or (on_gpu and tensor.is_cuda)
             if not here or not tensor.is_contiguous():
                 raise UsageError(
                     f"tensor {index} is not one piece of CPU memory",
                     hint="copy it into one that is, and contribute that",
                 )
+            # A view also of a flat one: it keeps the memory that is lent, whatever its owner does.
             flats.append((tensor.detach() if tensor.requires_grad else tensor).view(-1))
         return flats
 

@@ -44,7 +44,7 @@ class RoundMachine(Cutting):
         return self._out
 
     def _dispatch(self, event: e.Event) -> None:
-        match event:
+        match event:  # those of every round come first
             case e.PartArrived():
                 self._on_part(event)
             case e.SumArrived():
@@ -55,6 +55,10 @@ class RoundMachine(Cutting):
                 self._on_concluded(event)
             case e.Computed():
                 self._on_computed(event)
+            case e.SpeedMeasured():
+                self._on_speed(event)
+            case e.LeaseConfirmed():
+                self._on_lease(event)
             case e.ViewSeen():
                 self._on_view(event)
             case e.RecordSeen():
@@ -63,8 +67,6 @@ class RoundMachine(Cutting):
                 self._on_status(event)
             case e.FillArrived():
                 self._on_fill(event)
-            case e.LeaseConfirmed():
-                self._on_lease(event)
             case e.AskArrived():
                 self._on_ask(event)
             case e.SnapshotArrived():
@@ -75,8 +77,6 @@ class RoundMachine(Cutting):
                 self._on_want(event)
             case e.RoundGoneArrived():
                 self._on_round_gone(event)
-            case e.SpeedMeasured():
-                self._on_speed(event)
             case e.GapSeen():
                 self._on_gap()
             case e.LeaveAsked():

@@ -39,6 +39,7 @@ class Committed:
     """A round is committed. `result` is the mean of its samples; `close` it once it is read.
 
     A `closing` one had none, and is the last: there is nothing to apply.
+    `sums` are the heads of its parts, or one for all of them if `result.alone`.
     Whoever saves the state after it saves `chain` and `record` too: `Rounds.offer_state`.
     """
 

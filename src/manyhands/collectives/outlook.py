@@ -14,7 +14,10 @@ from manyhands.links.base import DEFAULT_TIMEOUT_S
 
 
 class Outlook:
-    """Of one engine, which notifies `news` of views, contributions and outcomes. Thread-safe."""
+    """Of one engine, which notifies `news` of views and outcomes, and tells of contributions.
+
+    Thread-safe; one thread waits for news.
+    """
 
     def __init__(
         self,
@@ -27,6 +30,7 @@ class Outlook:
         self._news, self._machine, self._shelf, self._outcomes = news, machine, shelf, outcomes
         self.first: View | None = None
         """The view with which this peer came."""
+        self._wanted = False  # somebody waits for contributions, too
 
     def wait_for_view(
         self, enough: Callable[[View], bool], timeout_s: float = DEFAULT_TIMEOUT_S
@@ -49,8 +53,17 @@ class Outlook:
         """Until a view or a contribution has come, or an outcome; whether there is one to take."""
         with self._news:
             if self._outcome() is None:
+                self._wanted = True
                 self._news.wait(timeout_s)
+                self._wanted = False
             return self._outcome() is not None
+
+    def contributed(self) -> None:
+        """A contribution has come; the engine holds its lock. Whoever waits for the round to be
+        over is not woken for it.
+        """
+        if self._wanted:
+            self._news.notify_all()
 
     @property
     def stopped(self) -> bool:

@@ -30,10 +30,7 @@ def digest_of(block: Block) -> bytes:
 @torch.no_grad()
 def join(pieces: Sequence[Tensor], whole: Tensor) -> None:
     """whole := the pieces, one after the other."""
-    at = 0
-    for piece in pieces:
-        whole[at : at + piece.numel()].copy_(piece)
-        at += piece.numel()
+    torch.cat(list(pieces), out=whole)
 
 
 def form_of(layout: Layout, wire: str) -> str:

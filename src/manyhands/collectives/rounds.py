@@ -296,12 +296,16 @@ class Rounds:
                 return [self._add_up(instruction.sum)]
             case i.Conclude():
                 part = self._reported(instruction.part)
-                return [self._alone.conclude(instruction.sums, self.note([part]))]
+                return [self._alone.conclude(instruction.sum, self.note([part]))]
             case i.Commit():
                 self._commit(instruction)
             case i.Stable():
                 self._shelf.keep(None)
                 self._tell(instruction)
+            case i.ConfirmLease(round_, attempt):
+                if self._vouched:
+                    return [e.LeaseConfirmed(round_, attempt)]
+                self._words.confirm(instruction)
             case i.DropBank():
                 self._clear_bank()
             case i.DropParts(round_, attempt):
@@ -317,10 +321,6 @@ class Rounds:
                 self._tell(instruction)
             case i.Tell():
                 self._words.say(instruction.word)
-            case i.ConfirmLease(round_, attempt):
-                if self._vouched:
-                    return [e.LeaseConfirmed(round_, attempt)]
-                self._words.confirm(instruction)
             case i.TakeState() | i.Retry() | i.Lost() | i.Settled() | i.Generation():
                 self._tell(instruction)
             case i.Stop():  # once its last word is said
@@ -463,7 +463,7 @@ class Rounds:
                 if self._shelf.add_part(sender, message, block):
                     whole = self._adder.is_whole(message, block)
                     self._feed(e.PartArrived(sender, message, refused=not whole))
-                    self._news.notify_all()
+                    self.outlook.contributed()
             case m.Sum():
                 if (filed := self._file_sum(sender, message, block)) is not None:
                     self._feed(e.SumArrived(sender, message, digest_of(filed)))

@@ -122,8 +122,10 @@ class Spots:
 
     def places(self, request: Request) -> list[int]:
         """The numbers in the data set of the samples at these positions."""
-        number = self._source.number
-        return [number(place) for place in self._of_order(request)]
+        places = self._of_order(request)
+        if self._source.chosen is None:
+            return places
+        return [self._source.number(place) for place in places]
 
     def marks(self, request: Request) -> Marks:
         """The same, with their positions."""
@@ -134,13 +136,23 @@ class Spots:
         seeds = (seed_of(self._seed, request.epoch, position) for position in request.positions)
         return list(map(Spot, self._of_order(request), seeds))
 
-    def _of_order(self, request: Request) -> Iterator[int]:
+    def _of_order(self, request: Request) -> list[int]:
+        positions = request.positions
         if request.epoch != self._epoch:
             self._epoch, self._places = request.epoch, []
-        for position in request.positions:
-            if not 0 <= position - self._start < len(self._places):
+        if positions and self._has(positions[0]) and self._has(positions[-1]):
+            first, stop = positions[0], positions[-1] + 1
+            if positions == tuple(range(first, stop)):  # as most are: no loop over them
+                return self._places[first - self._start : stop - self._start]
+        places: list[int] = []
+        for position in positions:
+            if not self._has(position):
                 self._compute(position)
-            yield self._places[position - self._start]
+            places.append(self._places[position - self._start])
+        return places
+
+    def _has(self, position: int) -> bool:
+        return 0 <= position - self._start < len(self._places)
 
     def _compute(self, position: int) -> None:
         size, self._start = self._source.size, position - position % _BLOCK
@@ -171,7 +183,8 @@ class Fetcher:
     def fetch(self, request: Request) -> Any:  # noqa: ANN401
         """The batch."""
         if self._tensors is not None:
-            rows = self._spots.places(request)
+            # On the CPU, from where an index reaches tensors on any device.
+            rows = torch.tensor(self._spots.places(request), dtype=torch.int64, device="cpu")
             return [tensor[rows].contiguous() for tensor in self._tensors]  # as collate has them
         with generators_kept():
             return self._collate(self._reading.__getitems__(self._spots.of(request)))

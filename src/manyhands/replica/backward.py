@@ -78,11 +78,13 @@ class Backward:
             self._run()
 
     def _on_gradient(self, grads: Any) -> None:  # noqa: ANN401
+        if self._touched:
+            return  # called for every tensor of the model
         with self._lock:
             self._run()
             if not self._touched:
-                self._touched = True
                 self._begun()
+                self._touched = True  # from here on others need not wait for this one
 
     def _run(self) -> None:
         if not self._running:

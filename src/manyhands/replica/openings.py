@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 ROUNDS = 2  # of an opening
 
@@ -30,20 +31,22 @@ class Openings:
 
     def count(self, applied: int) -> int:
         """Of so many rounds, those with samples; also the number of a round that has some."""
-        return applied - sum(number < applied for number in self._rounds())
+        return applied - sum(number < applied for number in _rounds(self.starts))
 
     @property
     def num_rounds(self) -> int:
         """That have no samples."""
-        return len(self._rounds())
-
-    def _rounds(self) -> set[int]:
-        """Two openings may overlap: of a run that ended while it opened, and was resumed."""
-        return {start + number for start in self.starts for number in range(ROUNDS)}
+        return len(_rounds(self.starts))
 
     def opened(self, applied: int) -> Openings:
         """With one more, before that round."""
         return Openings((*self.starts, applied))
+
+
+@lru_cache(maxsize=16)
+def _rounds(starts: tuple[int, ...]) -> frozenset[int]:
+    """Two openings may overlap: of a run that ended while it opened, and was resumed."""
+    return frozenset(start + number for start in starts for number in range(ROUNDS))
 
 
 def opened_chain(chain: bytes) -> bytes:

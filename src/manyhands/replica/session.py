@@ -47,6 +47,7 @@ from manyhands.replica.deviation import Watch, classes_of
 from manyhands.replica.fingerprint import Tensors
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, Named, parameters_of
+from manyhands.replica.heap import keep_freed
 from manyhands.replica.journal import Journal
 from manyhands.replica.keeper import Keeper
 from manyhands.replica.layers import least_rows, warn_of_chance
@@ -129,12 +130,9 @@ class Session:
             counted = {"samples": agenda.num_evaluated}
             self.description["evaluation"] = describe_data(evaluated) | counted
         num_bytes = sum(t.numel() * t.element_size() for t in self._gradients.like)
-        self._snapshots = Snapshots(
-            self.description,
-            self._compare,
-            self._learn,
-            _STATE_FACTOR * num_bytes + _STATE_SLACK,
-        )
+        keep_freed(num_bytes, self._device, os.environ)
+        most_bytes = _STATE_FACTOR * num_bytes + _STATE_SLACK
+        self._snapshots = Snapshots(self.description, self._compare, self._learn, most_bytes)
         self._settings = LinkSettings(terms=_terms(place, num_bytes))
         self._link: Link | None = None
         gate = Gate()
@@ -364,7 +362,7 @@ class Session:
         if self._link is not None:
             self._link.close()
         mail = Mail()
-        me = new_peer(self._place.name)
+        me, alone = new_peer(self._place.name), isinstance(self._place.address, LocalAddress)
         self._link = dial(self._place.address, me, self._settings, mail)
         self.scalars.news.peer = str(me)
         rounds = Rounds(
@@ -381,9 +379,8 @@ class Session:
             form=_FORM,
             state=self._snapshots,
             mail=mail,
-            vouched=isinstance(self._place.address, LocalAddress),
+            vouched=alone,
         )
-        alone = isinstance(self._place.address, LocalAddress)
         self._watch.begin(me.incarnation, b"" if alone else arithmetic_of(self._device))
         self.scalars.restart()
         rounds.report, rounds.note = self._report, self.scalars.note
