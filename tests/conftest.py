@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from contextlib import ExitStack
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
@@ -88,6 +89,21 @@ def hub_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     process.terminate()
     process.wait(30)
     process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def started_gpu() -> None:
+    """Has the driver of a GPU, if there is one, open the files that it keeps: before the leak check
+    of the first test that uses it looks.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, on the first product of its backward thread
+            model = torch.nn.Linear(4, 4).cuda()
+            model(torch.zeros(1, 4, device="cuda")).sum().backward()
+            torch.cuda.synchronize()
 
 
 @pytest.fixture

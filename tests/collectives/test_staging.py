@@ -5,12 +5,7 @@ import torch
 
 from manyhands.collectives.staging import Staging
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _started():
-    """The driver of a GPU opens files that stay, before the leak check of a test looks."""
-    if torch.cuda.is_available():
-        torch.zeros(1, device="cuda")
+pytestmark = pytest.mark.usefixtures("started_gpu")
 
 
 def test_what_is_on_the_cpu_is_not_copied():

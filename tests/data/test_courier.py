@@ -13,6 +13,7 @@ from manyhands.data import Loader
 from manyhands.data.courier import Courier
 from tests.data import samples
 
+pytestmark = pytest.mark.usefixtures("started_gpu")
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: copies on a side stream are NOT tested"
 )

@@ -1,7 +1,6 @@
 """Profiles: bytes that can be counted by hand, times that must differ, and nothing left behind."""
 
 import copy
-import warnings
 import weakref
 
 import pytest
@@ -271,17 +270,8 @@ def test_other_errors():
         profile(nn.ReLU(), device="nonsense")
 
 
-@pytest.fixture(scope="module")
-def _started():
-    """Its driver opens files that stay, before the leak check of a test looks."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, on the first product of its backward thread
-        model = nn.Linear(4, 4).cuda()
-        model(torch.zeros(1, 4, device="cuda")).sum().backward()
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: NOT TESTED")
-@pytest.mark.usefixtures("_started")
+@pytest.mark.usefixtures("started_gpu")
 def test_on_a_gpu():
     from manyhands.planner.memory import free_memory
 

@@ -7,6 +7,8 @@ import torch
 
 from tests.compat.bossman.test_training import MODEL, Alone, batches, distributed, loop
 
+pytestmark = pytest.mark.usefixtures("started_gpu")
+
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_devices(hands, device):

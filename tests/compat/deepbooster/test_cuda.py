@@ -16,6 +16,9 @@ from manyhands.links.base import open_link
 from tests.compat.deepbooster.crew import random_lines, write_chunk
 
 
+pytestmark = pytest.mark.usefixtures("started_gpu")
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_devices(tmp_path, device):
     """The engine is the same over every link; this one needs no broker."""

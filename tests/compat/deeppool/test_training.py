@@ -151,7 +151,8 @@ def test_weights_of_another_training(resnet, tmp_path):
         resnet.run(1, load=str(tmp_path / "nowhere"))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: NOT TESTED")
+@pytest.mark.usefixtures("started_gpu")
 def test_a_gpu_learns_the_same(resnet):
     (cpu,), (gpu,) = resnet.run(1, grain=4), resnet.run(1, grain=4, device="cuda")
     assert "on cuda:0" in gpu[0]

@@ -18,18 +18,14 @@ from tests.compat.fluxdistributed.models import (
     trained,
 )
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no GPU here: replicas on one are NOT tested"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no GPU here: replicas on one are NOT tested"
+    ),
+    pytest.mark.usefixtures("started_gpu"),
+]
 GPU = "cuda:0"
 FAR_TOO_MUCH = 1 << 50  # bytes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _started():
-    """Its driver opens files that stay, before the leak check of a test looks."""
-    if torch.cuda.is_available():
-        torch.zeros(1, device=GPU) @ torch.zeros(1, device=GPU)
 
 
 @pytest.mark.parametrize("devices", [[GPU], [GPU, GPU], ["cpu", GPU], [GPU, "cpu", GPU]])
