@@ -15,7 +15,6 @@ from manyhands.compat.deepbooster.training import Training
 from manyhands.links.base import open_link
 from tests.compat.deepbooster.crew import random_lines, write_chunk
 
-
 pytestmark = pytest.mark.usefixtures("started_gpu")
 
 
