@@ -16,7 +16,7 @@ from manyhands.cluster import agent as agents
 from manyhands.cluster import attempt
 from manyhands.cluster.agent import Agent
 from manyhands.cluster.devices import cpu_shares
-from manyhands.cluster.messages import Origin
+from manyhands.cluster.messages import Kind, Origin, Slot
 from manyhands.core.errors import ManyhandsError
 from tests.cluster.offices import DistantOffice
 
@@ -61,11 +61,14 @@ def main(port: str, options: str) -> int:
         agents.end_marked = lambda marks, patience_s: [1]
     if "dies_at" in given:
         die_at(given["dies_at"])
+    slots = cpu_shares(given.get("slots", 4), [0])
+    if "gpus" in given:
+        slots = [Slot(n, Kind.GPU, uuid, "H200") for n, uuid in enumerate(given["gpus"])]
     try:
         agent = Agent(
             lambda: DistantOffice(int(port)),
             host=given["host"],
-            slots=cpu_shares(given.get("slots", 4), [0]),
+            slots=slots,
             state=Path(given["state"]),
             user=given.get("user"),
             origin=Origin(given.get("origin", "user")),

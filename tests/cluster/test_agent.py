@@ -233,6 +233,15 @@ def test_a_stop_while_ready_needs_no_process(host) -> None:
     assert host.office.wait_phase(Phase.ENDED).ended == ()
 
 
+def test_ranks_of_gpus_run_on_any_core_and_see_the_gpus_of_their_attempt(host) -> None:
+    show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], len(os.sched_getaffinity(0)))"
+    host.start(gpus=["GPU-5a1b-0", "GPU-5a1b-1"])
+    host.office.want(want(python(show), ranks=2))
+    assert host.office.wait_phase(Phase.ENDED).lost == ""
+    said = f"GPU-5a1b-0,GPU-5a1b-1 {len(os.sched_getaffinity(0))}\n".encode()
+    assert [host.office.wait_log(b"\n", rank) for rank in (0, 1)] == [said, said]
+
+
 def test_a_slot_that_is_not_there_is_said(host) -> None:
     host.start(slots=1)
     host.office.want(want(SUCCEEDS, ranks=2))

@@ -89,7 +89,7 @@ def test_more_slots_than_cores_are_pinned_to_none() -> None:
 
 @pytest.mark.parametrize("cores", [[], [3], [0, 1, 2], [0, 2, 3, 9]])
 def test_cores_as_text_and_back(cores) -> None:
-    assert cores_of(format_cores(cores)) == cores
+    assert cores_of(Slot(0, Kind.CPU, format_cores(cores))) == cores
 
 
 class FakeNvml(types.SimpleNamespace):

@@ -310,8 +310,8 @@ def order_of(
     user: keeper.User | None,
 ) -> keeper.Order:
     """What the keeper is to run. `slots` are all of the host's."""
-    device = {slot.index: slot.device for slot in slots}
-    cores = {rank: cores_of(device[index]) for rank, index in want.task.ranks}
+    by_index = {slot.index: slot for slot in slots}
+    cores = {rank: cores_of(by_index[index]) for rank, index in want.task.ranks}
     return keeper.Order(
         command=list(want.task.spec.command),
         workdir=workdir,

@@ -160,10 +160,10 @@ def format_cores(cores: Sequence[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
 
 
-def cores_of(text: str) -> list[int]:
-    """The inverse of `format_cores`; empty of an empty text: no pinning."""
+def cores_of(slot: Slot) -> list[int]:
+    """The cores of a share, empty where nobody is pinned to any, as on GPUs."""
     cores: list[int] = []
-    for span in text.split(",") if text else ():
+    for span in slot.device.split(",") if slot.kind is Kind.CPU and slot.device else ():
         low, _, high = span.partition("-")
         cores += range(int(low), int(high or low) + 1)
     return cores

@@ -117,6 +117,6 @@ def rank_environments(
 def _threads(base: Mapping[str, str], slot: Slot, num_slots: int) -> dict[str, str]:
     """A share has the threads of its cores; a GPU its part of all, unless the agent was told."""
     if slot.kind is Kind.CPU:
-        return {"OMP_NUM_THREADS": str(max(1, len(cores_of(slot.device))))}
+        return {"OMP_NUM_THREADS": str(max(1, len(cores_of(slot))))}
     threads = max(1, (os.cpu_count() or 1) // num_slots)
     return {"OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", str(threads))}
