@@ -10,9 +10,9 @@ One model (convolutions of equal cost, fp32), one batch size, SGD, one torch thr
     1f1b@hub     ... over a hub without TLS; 1f1b@amqp over RabbitMQ
     torch        torch.distributed.pipelining's Schedule1F1B, two stages, over gloo
 Each way has processes of its own that stay alive and take turns of some steps each. A step counts
-as long as its slowest peer took, on a GPU until it has finished. `bubble`: the part of the peers'
-time in which they used no CPU, so waited (on a GPU it says nothing); `bubble_in_theory` is that of
-the schedule. `difference_to_plain`: the most that a parameter differs at the end from plain's, who
+as long as its slowest peer took, on a GPU until it has finished. `bubble`: the part of the steps'
+time in which a peer used no CPU, so waited (null on a GPU, where that says nothing);
+`bubble_in_theory` is that of the schedule, whose messages take no time. `difference_to_plain`: the most that a parameter differs at the end from plain's, who
 saw the same batches.
 """
 
@@ -83,25 +83,25 @@ def peer_main(way: str, rank: int, where: str, args) -> None:
     layers = [layer.to(args.device) for layer in model_of(args.channels)]
     step, owned = maker_of(way)(layers, args)
     wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
-    numbers = torch.Generator().manual_seed(1)
+    numbers = torch.Generator(args.device).manual_seed(1)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         words = json.loads(line)
         shape = (args.batch, args.channels, SIDE, SIDE)
         times, cpu = [], 0.0
         for n in range(WARM_UP + words["steps"]):
-            x = torch.randn(shape, generator=numbers).to(args.device)
-            y = torch.randn(shape, generator=numbers).to(args.device)
+            x = torch.randn(shape, generator=numbers, device=args.device)
+            y = torch.randn(shape, generator=numbers, device=args.device)
             wait()
             if where:
                 dist.barrier()
-            start = time.perf_counter()
-            if n == WARM_UP:
-                cpu = time.process_time()
+            start, used = time.perf_counter(), time.process_time()
             step(x, y)
             wait()
             times.append(time.perf_counter() - start)
-        answer = {"times": times[WARM_UP:], "cpu": time.process_time() - cpu}
+            if n >= WARM_UP:
+                cpu += time.process_time() - used
+        answer = {"times": times[WARM_UP:], "cpu": cpu}
         if words["save_to"]:
             torch.save({index: layers[index].state_dict() for index in owned}, words["save_to"])
         print(json.dumps(answer), flush=True)
@@ -297,7 +297,8 @@ def add_ratios(rows: list[dict]) -> None:
                 pairs = zip(by_way[base]["turn_median_s"], row["turn_median_s"], strict=True)
                 row[f"ratio_to_{base}"] = statistics.median(b / own for b, own in pairs)
         computing = row["cpu_s"] - row["meeting_point_cpu_s"]
-        row["bubble"] = 1 - computing / (row["peers"] * row["mean_s"])
+        on_cpu = row["device"] == "cpu"
+        row["bubble"] = 1 - computing / (row["peers"] * row["mean_s"]) if on_cpu else None
 
 
 def show(rows: list[dict]) -> None:
@@ -307,10 +308,11 @@ def show(rows: list[dict]) -> None:
             for base in ("plain", "naive", "torch")
             if r[f"ratio_to_{base}"]
         )
+        waits = "" if r["bubble"] is None else f"waits {r['bubble']:.1%} "
         print(
             f"{r['way']:12}{r['peers']} peers {1e3 * r['median_s']:7.1f} ms "
             f"({1e3 * r['p10_s']:.1f}-{1e3 * r['p90_s']:.1f}) {ratios} "
-            f"waits {r['bubble']:.1%} (theory {r['bubble_in_theory']:.1%}) cpu {r['cpu_s']:.3f} s"
+            f"{waits}(theory {r['bubble_in_theory']:.1%}) cpu {r['cpu_s']:.3f} s"
         )
 
 

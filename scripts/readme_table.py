@@ -162,13 +162,14 @@ def stages(result: dict) -> list[str]:
     lines = [
         "Milliseconds of a step, median (p10 to p90); times as fast as the others of the same run:",
         "",
-        *_head("", ["step", "naive", "torch", "waits", "waits in theory"]),
+        *_head("", ["step", "plain", "naive", "torch", "waits", "waits in theory"]),
     ]
     for row in result["rows"]:
         times = (1e3 * row[key] for key in ("median_s", "p10_s", "p90_s"))
         several = row["peers"] > 1
         cells = [
             "{:.0f} ({:.0f} to {:.0f})".format(*times),
+            f"{row['ratio_to_plain']:.2f}x",
             f"{row['ratio_to_naive']:.2f}x",
             f"{row['ratio_to_torch']:.2f}x",
             f"{row['bubble']:.1%}" if several else "",

@@ -20,6 +20,12 @@ from tests.cluster.fake import FakeDesk
 ANSWER_S = 60.0  # far more than any answer takes; a test that waits for it has failed
 
 
+@pytest.fixture(autouse=True)
+def _no_gpus(monkeypatch):
+    """Hosts have shares of the CPUs, on machines with GPUs too: as many as a test asks for."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @dataclass
 class Served:
     """A server, what is behind it, and ways to speak to it."""
