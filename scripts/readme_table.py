@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +52,19 @@ WAYS = {
     "torch": "torch.distributed.pipelining, 1F1B",
     "1f1b@hub": "two stages, 1F1B, hub without TLS",
     "1f1b@amqp": "two stages, 1F1B, RabbitMQ",
+}
+READERS = {
+    "direct": "`Loader`, no workers",
+    "torch-direct": "torch's DataLoader, no workers",
+    "process": "`Loader`, 2 processes",
+    "thread": "`Loader`, 2 threads",
+    "torch": "torch's DataLoader, 2 processes",
+}
+STARTS = {
+    ("hello", "client"): "submit to a program's first line, from Python",
+    ("hello", "command"): "the same, by the command line",
+    ("step", "client"): "submit to the end of a first step with torch, from Python",
+    ("step", "command"): "the same, by the command line",
 }
 
 
@@ -179,6 +193,59 @@ def stages(result: dict) -> list[str]:
     return lines
 
 
+def data(result: dict) -> list[str]:
+    """Images a second, next to torch's of as many workers (threads: of as many processes)."""
+    rows = {row["way"]: row for row in result["rows"]}
+    lines = ["Images a second, and times torch's of as many workers, of the same run:", ""]
+    lines += _head("", ["images/s", "torch"])
+    for way, name in READERS.items():
+        row = rows[way]
+        cells = [f"{row['samples_per_s']:.0f}", f"{row['ratio_to_torch']:.2f}x"]
+        lines.append(_row(name, cells))
+    return lines
+
+
+def cluster(result: dict) -> list[str]:
+    """What a user waits for, next to Ray."""
+    rows = result["rows"]
+
+    def found(what: str, system: str, **wanted: object) -> dict | None:
+        asked = {"what": what, "system": system, **wanted}
+        return next((row for row in rows if asked.items() <= row.items()), None)
+
+    def line(name: str, what: str, show: Callable[[dict], str], **wanted: object) -> str:
+        both = (found(what, system, **wanted) for system in ("manyhands", "ray"))
+        return _row(name, ["" if row is None else show(row) for row in both])
+
+    def seconds(row: dict) -> str:
+        return "{:.2f} ({:.2f} to {:.2f})".format(*(row[k] for k in ("median_s", "p10_s", "p90_s")))
+
+    def rate(row: dict) -> str:
+        return f"{1 / row['median_s']:.0f}/s"
+
+    def milliseconds(row: dict) -> str:
+        return f"{1e3 * row['median_s']:.0f} ms"
+
+    slowest = max(
+        (row for row in rows if row["what"] == "tick" and row["hosts"] == 1000),
+        key=lambda row: row["median_s"],
+    )
+    return [
+        "Seconds, median (p10 to p90), where nothing else is said; both in one run:",
+        "",
+        *_head("", ["manyhands", "`ray job submit`"]),
+        *(line(n, "start", seconds, job=job, by=by) for (job, by), n in STARTS.items()),
+        line("submissions, one client", "submit", rate, clients=1),
+        line("submissions, eight at once", "submit", rate, clients=8),
+        line("64 MB of a job's log, followed", "logs", lambda row: f"{row['mb_per_s']:.0f} MB/s"),
+        line("a coordinator after kill -9, 1,000 jobs", "recovery", seconds),
+        _row(
+            "a decision, 1,000 hosts, 10,000 jobs, the slowest of five moments",
+            [milliseconds(slowest), ""],
+        ),
+    ]
+
+
 def _rate(row: dict | None) -> str:
     if row is None:
         return ""
@@ -221,7 +288,7 @@ def main() -> int:
     """0 when README.md has the tables."""
     readme = ROOT / "README.md"
     text = wanted = readme.read_text()
-    for make in (links, allreduce, ddp, train, stages):
+    for make in (links, allreduce, ddp, train, stages, data, cluster):
         name = make.__name__
         if f"<!-- bench:{name} -->" not in text:
             continue

@@ -343,7 +343,7 @@ def test_another_model_restores_nothing(tmp_path):
 
 
 def test_a_full_disk_of_one_peer(tmp_path, monkeypatch):
-    usual = folders._create_locked
+    usual = folders.create_locked
 
     def full(path):
         if "0002-0004" in str(path):
@@ -355,14 +355,14 @@ def test_a_full_disk_of_one_peer(tmp_path, monkeypatch):
         pipe.save(str(tmp_path))
         go_on(pipe, 3)
         if pipe.me == 0:
-            monkeypatch.setattr(folders, "_create_locked", full)
+            monkeypatch.setattr(folders, "create_locked", full)
         go_on(pipe, 4)
         with pytest.raises(CheckpointError) as caught:
             pipe.save(str(tmp_path))
         go_on(pipe, 5)  # peer 0 has removed what was written of it
         left = steps_in(tmp_path)
         if pipe.me == 0:
-            monkeypatch.setattr(folders, "_create_locked", usual)
+            monkeypatch.setattr(folders, "create_locked", usual)
         losses = go_on(pipe, 6)
         pipe.save(str(tmp_path))
         return caught.value, left, losses

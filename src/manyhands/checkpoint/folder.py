@@ -21,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from manyhands.core.address import redact
 from manyhands.core.errors import CheckpointError, ManyhandsError, UsageError
+from manyhands.core.locks import NO_LOCKS, create_locked
 from manyhands.wire.frames import Buffer, as_bytes
 
 ABANDONED_AFTER = timedelta(days=1)
@@ -172,7 +173,7 @@ class LocalFolder:
         path = self._path / name
         with _named(f"{path} cannot be written"):
             self._path.mkdir(parents=True, exist_ok=True)
-            file = _create_locked(path)
+            file = create_locked(path)
         try:
             yield _LocalFile(file, path)
         except BaseException:
@@ -217,7 +218,7 @@ class LocalFolder:
                     path.unlink(missing_ok=True)
             except OSError as error:
                 # Somebody is at work on it, or nobody can tell because there are no locks here.
-                if error.errno not in (errno.EWOULDBLOCK, *_NO_LOCKS):
+                if error.errno not in (errno.EWOULDBLOCK, *NO_LOCKS):
                     raise
             finally:
                 os.close(file)
@@ -239,23 +240,6 @@ class LocalFolder:
 
     def _part(self, name: str) -> Path:
         return self._path / f".{name}.part"
-
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-
-
-def _create_locked(path: Path) -> int:
-    while True:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(file)
-                raise
-        if os.fstat(file).st_nlink:
-            return file
-        os.close(file)  # cleared between our two calls: a file without a lock has no writer
 
 
 def _sync_folder(path: Path) -> None:

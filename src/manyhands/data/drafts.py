@@ -9,7 +9,6 @@ and the others wait for it.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import glob
 import os
@@ -20,7 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+from manyhands.core.locks import NO_LOCKS, create_locked
+
 _LOOK_S = 0.05  # how often one that waits for its turn looks: there is no event to wait for
 
 
@@ -43,7 +43,8 @@ def drafting(folder: Path, name: str, mode: int = 0o666) -> Generator[Draft]:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f".{glob.escape(name)}.*.draft"):
         _clear(old)
-    draft = _create_locked(folder, name, mode)
+    path = folder / f".{name}.{secrets.token_hex(8)}.draft"
+    draft = Draft(path, create_locked(path, mode))
     try:
         yield draft
     finally:
@@ -84,7 +85,7 @@ def _take_turn(path: Path, wait_s: float) -> int | None:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(number)
-            if error.errno in _NO_LOCKS:
+            if error.errno in NO_LOCKS:
                 with suppress(OSError):
                     path.unlink()
                 return None
@@ -109,18 +110,3 @@ def _clear(draft: Path) -> None:
             draft.unlink()
     finally:
         os.close(number)
-
-
-def _create_locked(folder: Path, name: str, mode: int) -> Draft:
-    while True:
-        path = folder / f".{name}.{secrets.token_hex(8)}.draft"
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(number)
-                raise
-        if os.fstat(number).st_nlink:
-            return Draft(path, number)
-        os.close(number)  # cleared between our two calls: a file without a lock has no writer
