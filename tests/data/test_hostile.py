@@ -60,6 +60,18 @@ def beside(path):
     return path.with_name(path.name + SUFFIX)
 
 
+def test_a_name_that_a_terminal_would_obey(images, caplog):
+    name = "\x1b[2Jcat\n.png"
+    (images / "kind" / name).write_bytes(b"no image")
+    with Loader(ImageTree(images), 2, bad="skip") as loader:
+        list(loader)
+        (error,) = loader.bad
+    assert error.where.endswith(name)  # the file's own
+    assert str(error).isprintable()
+    assert "cat" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
 # -- what is no plain file ------------------------------------------------------------------------
 
 

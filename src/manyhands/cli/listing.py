@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.cli.duration import show_duration
 from manyhands.cluster.job import Failure, Job, Step
+from manyhands.core.text import printable
 
 if TYPE_CHECKING:
     from manyhands.cluster.hosts import Node
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
 
 _NAME_WIDTH = 24
 _REASON_WIDTH = 70
-
-
-def printable(text: str) -> str:
-    """What jobs and agents say may have anything in it, also what a terminal would obey."""
-    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text.replace("\t", " "))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

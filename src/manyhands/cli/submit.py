@@ -14,10 +14,11 @@ import typer
 from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, same_cluster, say, show
 from manyhands.cli.duration import parse_duration
 from manyhands.cli.follow import Follower, to
-from manyhands.cli.listing import failure_lines, printable
+from manyhands.cli.listing import failure_lines
 from manyhands.cli.program import check_command, script_of
 from manyhands.cluster.job import Priority, Spec
 from manyhands.core.errors import SettingsError
+from manyhands.core.text import printable
 
 if TYPE_CHECKING:
     from manyhands.cluster.client import Cluster

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from manyhands.core.errors import ManyhandsError, UsageError
+from manyhands.core.text import printable
 
 
 class Table(Protocol):
@@ -41,7 +42,7 @@ class BadSample(ManyhandsError):
     """One sample is broken: `where` it is, and the `reason`. The others can be used."""
 
     def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"{where}: {reason}")
+        super().__init__(printable(f"{where}: {reason}"))
         self.where = where
         self.reason = reason
 
