@@ -16,6 +16,7 @@ from manyhands.cluster.logs import Logs
 from manyhands.cluster.routes import Role
 from manyhands.cluster.server import Server
 from tests.cluster.fake import FakeDesk
+from tests.cluster.running import World
 
 ANSWER_S = 60.0  # far more than any answer takes; a test that waits for it has failed
 
@@ -24,6 +25,14 @@ ANSWER_S = 60.0  # far more than any answer takes; a test that waits for it has 
 def _no_gpus(monkeypatch):
     """Hosts have shares of the CPUs, on machines with GPUs too: as many as a test asks for."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A cluster of real processes, not up yet."""
+    made = World(tmp_path)
+    yield made
+    made.close()
 
 
 @dataclass

@@ -289,6 +289,6 @@ def want(
         master_addr="127.0.0.1",
         master_port=port,
         hub=hub,
-        run=f"job-{job}" if hub else "",
+        run=f"job-{job}-{attempt}" if hub else "",
     )
     return Want(job=job, attempt=attempt, task=task, stop=stop)

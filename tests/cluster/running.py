@@ -13,6 +13,9 @@ import time
 import psutil
 
 from manyhands.cluster.client import Cluster
+from manyhands.cluster.code import Code
+from manyhands.cluster.identity import open_identity
+from manyhands.cluster.routes import Role
 from manyhands.testing.processes import end_all, is_gone
 
 WAIT_S = 120.0  # for what takes a moment; nothing is measured by it
@@ -35,7 +38,8 @@ class World:
         self.folder = folder
         self.state, self.logs = folder / "state", folder / "logs"
         self.mark = secrets.token_hex(8)
-        self.environ = {**os.environ, MARK: self.mark}
+        # Its hosts have shares of the CPUs, on machines with GPUs too.
+        self.environ = {**os.environ, MARK: self.mark, "CUDA_VISIBLE_DEVICES": ""}
         self.port = 0
         self._stack = contextlib.ExitStack()
         self.cluster = None
@@ -76,6 +80,32 @@ class World:
         self._stack.callback(end, process)
         return process
 
+    def join(self, name="other", *, code=None):
+        """`manyhands agent` with a code, by default the one that `up` printed: a host of one slot
+        that nobody starts again.
+        """
+        agent = self.start(
+            *("agent", "-", "--state", str(self.folder / name), "--name", name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._stack.callback(agent.stdout.close)
+        agent.stdin.write((code or self._join_code()).encode())
+        agent.stdin.close()
+        agent.stdin = None
+        return agent
+
+    def _join_code(self):
+        identity = open_identity(self.state)
+        return Code(
+            role=Role.AGENT,
+            host="127.0.0.1",
+            port=self.port,
+            token=identity.tokens[Role.AGENT],
+            fingerprint=identity.fingerprint,
+        ).pack()
+
     def processes(self):
         """Everything that the cluster started and that lives: agents and ranks."""
         found = []
@@ -89,6 +119,23 @@ class World:
         """A job that is a shell script."""
         spec = {"workdir": str(self.folder), "grace_s": 10.0, **spec}
         return self.cluster.submit(["sh", "-c", script], **spec)
+
+    def submit_python(self, program, **spec):
+        """A job that is a program, in a file of the job's folder."""
+        file = self.folder / f"program-{secrets.token_hex(4)}.py"
+        file.write_text(program)
+        # What torch makes there for its compiler would be left in the folder for other things.
+        env = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
+        spec = {"workdir": str(self.folder), "env": env, **spec}
+        return self.cluster.submit(["python", file.name, *spec.pop("arguments", ())], **spec)
+
+    def states(self, job):
+        """All that it has been, in order."""
+        return [step.state for step in self.cluster.history(job.id)]
+
+    def text(self, job, rank, attempt=0):
+        """All that a rank of an attempt that is over has written."""
+        return b"".join(self.cluster.logs(job.id, rank=rank, attempt=attempt, follow=True)).decode()
 
     def until(self, question, what):
         deadline = time.monotonic() + WAIT_S
@@ -112,6 +159,21 @@ class World:
     def close(self):
         self._stack.close()
         end_all(self.processes())
+
+
+def command_of(process):
+    """Its words; none of one that has just gone."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def environ_of(process):
+    try:
+        return process.environ()
+    except psutil.NoSuchProcess:
+        return {}
 
 
 class Running:

@@ -104,6 +104,6 @@ def ended(exits, **more):
 
 def a_pair():
     """A job of three ranks that runs on hosts a (two slots) and b (one)."""
-    story = Story(("a", 2), ("b", 1))
+    story = Story(("a", 2), ("b", 1), hub=lambda job, k: ("code", f"job-{job}-{k}"))
     story.submit(3, max_restarts=1)
     return story.run("a", "b")

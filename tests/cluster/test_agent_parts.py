@@ -340,6 +340,15 @@ def test_what_a_job_sets_does_not_hide_what_is_ours() -> None:
     assert (made[0]["OMP_NUM_THREADS"], made[0]["RANK"]) == ("9", "0")
 
 
+@pytest.mark.parametrize(("env", "few"), [({}, "3"), ({"MANYHANDS_MIN_PEERS": "1"}, "1")])
+def test_a_run_begins_with_all_ranks_unless_the_job_says_otherwise(env, few) -> None:
+    wanted = want(("x",), ranks=3, hub="mh1-code", env=env)
+    assert checked(wanted.task.spec).env == env
+    slots = [Slot(index, Kind.CPU, "") for index in range(3)]
+    made = rank_environments({}, "/p", {}, wanted, slots)
+    assert [made[rank]["MANYHANDS_MIN_PEERS"] for rank in range(3)] == [few] * 3
+
+
 def test_scrubbing_takes_ours_and_leaves_the_users() -> None:
     environment = {
         "MANYHANDS_TOKEN": "t",

@@ -86,7 +86,7 @@ def test_a_key_stands_for_one_submission_also_when_it_is_over():
 
 
 def test_a_job_from_beginning_to_end():
-    story = Story(("a", 2), ("b", 1), hub=lambda job: (f"code-{job}", f"job-{job}"))
+    story = Story(("a", 2), ("b", 1), hub=lambda job, k: (f"code-{job}", f"job-{job}-{k}"))
     story.submit(3, batch=7)
     story.tick()
     assert story.job().state is State.STARTING
@@ -96,7 +96,7 @@ def test_a_job_from_beginning_to_end():
     assert (want.task.master_port, want.task.master_addr) == (0, "a.test")
     assert want.task.ranks == ((2, 0),)
     assert (want.task.world_size, want.task.num_hosts, want.task.rank_of_host) == (3, 2, 1)
-    assert (want.task.hub, want.task.run) == ("code-1", "job-1")
+    assert (want.task.hub, want.task.run) == ("code-1", "job-1-0")
     assert story.wants("a").wants[0].task.ranks == ((0, 0), (1, 1))
 
     story.status("b", held(phase=Phase.READY))
@@ -295,6 +295,7 @@ def test_preemption_requeues_and_does_not_count_as_a_restart(pair):
         assert f"makes room for job {number + 1}" in pair.job().reason
         pair.run("a", "b")
         assert (pair.job().attempt, pair.job().preemptions) == (number, number)
+        assert pair.wants("b").wants[0].task.run == f"job-1-{number}"
         pair.cancel(number + 1)
     assert pair.job().node_failures == 0
 

@@ -137,7 +137,7 @@ def state_is(office, id, *states):
 
 
 def test_jobs_run_on_agents(path):
-    with coordinator(path, hub=lambda job: ("code", f"job-{job}")) as office:
+    with coordinator(path, hub=lambda job, attempt: ("code", f"job-{job}-{attempt}")) as office:
         a, b = Hands(office, "a", 2), Hands(office, "b", 1)
         job, new = office.submit(Spec(command=("run",), gpus=3))
         assert new

@@ -14,46 +14,17 @@ import pytest
 
 import manyhands
 from manyhands.cluster.client import Cluster
-from manyhands.cluster.code import Code
-from manyhands.cluster.identity import open_identity
 from manyhands.cluster.job import State
-from manyhands.cluster.routes import Role
 from manyhands.cluster.starters import HELD
 from manyhands.testing.processes import is_gone
 from tests.cluster import running
-from tests.cluster.running import MAIN, MARK, WAIT_S, Running, World
+from tests.cluster.running import MAIN, MARK, WAIT_S, Running, World, command_of, environ_of
 from tests.cluster.sshd import Sshd
 
 # A job that says who it is, then waits until the test lets it go.
 STAY = "echo $$ > pid.new; mv pid.new pid-$MANYHANDS_RESTART_COUNT; "
 STAY += "while ! test -e go; do sleep 0.02; done; echo done >> ends"
 DEAF = "trap '' TERM; " + STAY
-
-
-@pytest.fixture
-def world(tmp_path):
-    made = World(tmp_path)
-    yield made
-    made.close()
-
-
-def states(world, job):
-    return [step.state for step in world.cluster.history(job.id)]
-
-
-def command_of(process):
-    """Its words; none of one that has just gone."""
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
-
-
-def environ_of(process):
-    try:
-        return process.environ()
-    except psutil.NoSuchProcess:
-        return {}
 
 
 def name_of(process):
@@ -102,7 +73,7 @@ def test_a_signal_ends_all_and_the_job_begins_again_next_time(world, number):
     (world.folder / "go").touch()
     over = world.cluster.wait(job.id, WAIT_S)
     assert (over.state, over.attempt, over.node_failures) == (State.SUCCEEDED, 1, 0)
-    assert State.PREEMPTED in states(world, job)
+    assert State.PREEMPTED in world.states(job)
     assert (world.folder / "ends").read_text() == "done\n"
 
 
@@ -134,7 +105,7 @@ def test_killed_and_up_again_within_the_lease(world):
     over = world.cluster.wait(job.id, WAIT_S)
     assert (over.state, over.attempt) == (State.SUCCEEDED, 0)
     assert (world.folder / "ends").read_text() == "done\n"
-    assert states(world, job).count(State.RUNNING) == 1
+    assert world.states(job).count(State.RUNNING) == 1
     assert again.end() == 0
     assert world.processes() == []
 
@@ -206,7 +177,7 @@ def test_beyond_loopback_it_speaks_tls(world):
         # As from another machine: a word is all that one needs.
         with Cluster((world.state / "code").read_text()) as cluster:
             assert cluster.job(job.id).exit_code == 0
-        agent = join(world, said["code"])
+        agent = world.join(code=said["code"])
         with Cluster(state=world.state) as cluster:
             world.until(lambda: len(cluster.nodes()) == 2, "an agent by the code")
         agent.terminate()
@@ -362,7 +333,7 @@ def test_a_job_has_the_hub_and_it_is_the_same_after_a_restart(world):
         command = [sys.executable, "-c", script]
         job = world.cluster.submit(command, workdir=str(world.folder))
         assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
-        assert b"".join(world.cluster.logs(job.id)) == f"View job-{job.id}\n".encode()
+        assert b"".join(world.cluster.logs(job.id)) == f"View job-{job.id}-0\n".encode()
         codes.append((world.state / "hub" / "port").read_text())
         assert up.end() == 0
     assert codes[0] == codes[1]
@@ -371,7 +342,7 @@ def test_a_job_has_the_hub_and_it_is_the_same_after_a_restart(world):
 def test_no_agent_of_its_own(world):
     said = world.up("--slots", "0")
     assert world.cluster.nodes() == []
-    agent = join(world, read_code(world))
+    agent = world.join()
     world.until(lambda: [n for n in world.cluster.nodes() if n.state == "here"], "the agent")
     job = world.submit("true")
     assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
@@ -388,36 +359,11 @@ def test_no_agent_of_its_own(world):
     assert out == b"host other left: the agent was stopped\n"
 
 
-def read_code(world):
-    identity = open_identity(world.state)
-    return Code(
-        role=Role.AGENT,
-        host="127.0.0.1",
-        port=world.port,
-        token=identity.tokens[Role.AGENT],
-        fingerprint=identity.fingerprint,
-    ).pack()
-
-
-def join(world, code, *options):
-    state = ("--state", str(world.folder / "other"), "--name", "other")
-    agent = world.start(
-        *("agent", "-", *state, *options),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    agent.stdin.write(code.encode())
-    agent.stdin.close()
-    agent.stdin = None
-    return agent
-
-
 def test_a_second_agent_in_one_folder_says_so(world):
     world.up("--slots", "0")
-    first = join(world, read_code(world))
+    first = world.join()
     world.until(lambda: [n for n in world.cluster.nodes() if n.state == "here"], "the agent")
-    second = join(world, read_code(world))
+    second = world.join()
     second.communicate(timeout=WAIT_S)
     assert second.returncode == HELD
     first.terminate()

@@ -39,7 +39,7 @@ from manyhands.cluster.question import is_free, question
 from manyhands.cluster.schedule import Decisions, Entry
 from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
-from manyhands.cluster.task import no_hub, want_of
+from manyhands.cluster.task import Hub, no_hub, want_of
 
 FORGET_S = 3600.0
 """A host that has been silent for so long is not one of the cluster's any more."""
@@ -62,7 +62,7 @@ class Book:
         hosts: Iterable[HostRow] = (),
         next_id: int = 1,
         version: int = 0,
-        hub: Callable[[int], tuple[str, str]] = no_hub,
+        hub: Hub = no_hub,
     ) -> None:
         self.decide = decide
         self.lease_s = lease_s

@@ -39,7 +39,7 @@ from manyhands.cluster.jobs import Changes
 from manyhands.cluster.keeper import clock_s
 from manyhands.cluster.messages import Hello, Status, Wants, Welcome
 from manyhands.cluster.store import Store
-from manyhands.cluster.task import no_hub
+from manyhands.cluster.task import Hub, no_hub
 from manyhands.core.errors import UsageError
 
 T = TypeVar("T")
@@ -73,9 +73,9 @@ class Coordinator:
     """See the module. Thread-safe; a context manager, which runs the ticker. The store stays the
     caller's, who closes it afterwards.
 
-    `hub` gives the join code and the name of the run for a job. `check` may refuse a submission by
-    raising a UsageError. `margin_s` is what an agent has, when its lease is over, to be rid of its
-    processes: their slots are given to others after `lease_s + margin_s` of silence.
+    `hub` gives the join code and the name of the run for an attempt. `check` may refuse a
+    submission by raising a UsageError. `margin_s` is what an agent has, when its lease is over, to
+    be rid of its processes: their slots are given to others after `lease_s + margin_s` of silence.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Coordinator:
         *,
         lease_s: float = 15.0,
         margin_s: float | None = None,
-        hub: Callable[[int], tuple[str, str]] | None = None,
+        hub: Hub = no_hub,
         check: Callable[[Spec], None] = nothing_more,
         decide: Decide = schedule.decide,
         clock: Callable[[], float] | None = None,
@@ -115,7 +115,7 @@ class Coordinator:
             hosts=hosts,
             next_id=next_id,
             version=store.generation * _VERSIONS,
-            hub=hub or no_hub,
+            hub=hub,
         )
         self._book.refresh()
         self._ticker = threading.Thread(target=self._run, name="coordinator's ticker")

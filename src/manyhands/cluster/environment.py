@@ -99,6 +99,8 @@ def rank_environments(
     if task.spec.batch is not None:
         settled["MANYHANDS_BATCH"] = str(task.spec.batch)
     if task.hub:
+        # All ranks start together, so a run begins with all; a job may say otherwise.
+        common["MANYHANDS_MIN_PEERS"] = str(task.world_size)
         settled |= {"MANYHANDS_URL": task.hub, "MANYHANDS_RUN": task.run}
     return {
         rank: {

@@ -152,7 +152,13 @@ class Up:
         )
         code = self.hub.address.code()
         self.coordinator = stack.enter_context(
-            Coordinator(store, lease_s=settings.lease_s, hub=lambda job: (code, f"job-{job}"))
+            # An attempt that was ended may have left a state at the hub that nobody has any more:
+            # the next one is a run of its own, and goes on from a checkpoint, if there are any.
+            Coordinator(
+                store,
+                lease_s=settings.lease_s,
+                hub=lambda job, attempt: (code, f"job-{job}-{attempt}"),
+            )
         )
         self.server = stack.enter_context(
             Server(

@@ -18,15 +18,19 @@ HOSTFILE = "#address,gpu_idx\n127.0.0.1,0\n127.0.0.1,1\n127.0.0.1,2\n127.0.0.1,3
 
 
 class Session:
-    """Leaving the block is the Ctrl-C."""
+    """Leaving the block is the Ctrl-C. Slots are shares of the CPUs, on machines with GPUs too,
+    unless they are to be `gpus`.
+    """
 
-    def __init__(self, folder):
+    def __init__(self, folder, hostfile=HOSTFILE, *, gpus=False):
         self.folder = folder
-        (folder / "hostfile.txt").write_text(HOSTFILE)
+        (folder / "hostfile.txt").write_text(hostfile)
         self.environ = os.environ | {
             "XDG_STATE_HOME": str(folder / "state"),
             "OMP_NUM_THREADS": "1",
         }
+        if not gpus:
+            self.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.state = folder / "state" / "manyhands" / "cluster"
         self.said = ""
 

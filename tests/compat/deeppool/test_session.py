@@ -1,10 +1,13 @@
-"""Two terminals, as DeepPool's README has them: real processes, real digits, CPU slots."""
+"""Two terminals, as DeepPool's README has them: real processes, real digits, slots of a CPU; and of
+a GPU, where there is one.
+"""
 
 import io
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from manyhands.cluster.client import Cluster
 from manyhands.cluster.job import State
@@ -162,6 +165,18 @@ def test_what_is_refused_at_once(session, small, gpus, batch, says):
     assert (program.returncode, said) == (2, "")
     assert says in errors
     assert "hint: " in errors
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: NOT TESTED")
+def test_the_seeds_command_on_a_gpu(tmp_path):
+    with Session(tmp_path, "#address,gpu_idx\n127.0.0.1,0\n", gpus=True) as session:
+        said = done(session.type("resnetImported", "1", "32"))
+        text = session.transcript(0, ends=gone(said))
+    assert "resnet18: rank 0 of 1 on cuda:0, " in text
+    assert "epoch 3/3 " in text
+    assert "A training job resnet18 is completed" in text
+    assert session.process.returncode == 0, session.errors
+    assert session.said.endswith("the cluster is down\n")
 
 
 def test_flags_that_mean_nothing_are_said_to(session):

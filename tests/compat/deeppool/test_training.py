@@ -288,7 +288,7 @@ def test_batches_that_cannot_be_split(batch, gpus, grain, hint):
 
 
 def test_the_place_of_a_process():
-    job = {"MANYHANDS_JOB": "7", "MANYHANDS_RUN": "job-7", "MANYHANDS_RESTART_COUNT": "2"}
+    job = {"MANYHANDS_JOB": "7", "MANYHANDS_RUN": "job-7-2", "MANYHANDS_RESTART_COUNT": "2"}
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
     assert Place.of(job | torchrun) == Place(rank=3, world=4, local_rank=1, run="job-7-2")
     assert Place.of({"MANYHANDS_RUN": "mine"}) == Place(run="mine")

@@ -65,16 +65,11 @@ class Place:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Place:
         """As a job's environment has it, or torchrun's."""
-        run = environ.get("MANYHANDS_RUN")
-        if run is not None and "MANYHANDS_JOB" in environ:
-            # An attempt that was ended may have left a state behind that nobody has any more: the
-            # next one is a run of its own, which begins with the newest checkpoint.
-            run = f"{run}-{environ.get('MANYHANDS_RESTART_COUNT', '0')}"
         return cls(
             rank=int(environ.get("RANK", "0")),
             world=int(environ.get("WORLD_SIZE", "1")),
             local_rank=int(environ.get("LOCAL_RANK", "0")),
-            run=run,
+            run=environ.get("MANYHANDS_RUN"),
         )
 
 
