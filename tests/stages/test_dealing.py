@@ -130,7 +130,7 @@ def test_without_inputs():
     def act(carrier):
         return mh.partition(layers(), None, group=carrier)
 
-    with pytest.raises(PlanError, match="no inputs to measure"):
+    with pytest.raises(PlanError, match=r"no inputs to measure(.|\n)*hint: pass a batch"):
         run_threads(2, act)
 
 

@@ -137,7 +137,7 @@ def _check(
         known = ", ".join(get_args(By))
         raise PlanError(f"there is no partition by {by!r}", hint=f"there are: {known}")
     if not peers:
-        raise PlanError("there are no peers to give layers to")
+        raise PlanError("there are no peers to give layers to", hint="name at least one")
     if chunks < 1:
         raise PlanError(f"{chunks} chunks", hint="1 is one stage a peer")
     if bandwidth_bytes_s is not None and not bandwidth_bytes_s > 0:

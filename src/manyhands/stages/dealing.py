@@ -114,7 +114,10 @@ def profile(
 ) -> list[LayerCost]:
     """What each layer costs for one microbatch, measured here, one layer at a time."""
     if inputs is None:
-        raise UsageError("the first peer was given no inputs to measure with")
+        raise UsageError(
+            "the first peer was given no inputs to measure with",
+            hint="pass a batch on rank 0: mh.partition(model, x)",
+        )
     device = torch.device(device)
     parts = inputs if isinstance(inputs, tuple) else (inputs,)
     rows = -(-len(parts[0]) // microbatches)  # of the largest one
