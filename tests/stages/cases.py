@@ -222,7 +222,7 @@ def build(layers, seed):
 
 
 def tied(layers, plan, rng):
-    """Now and then with a layer that stands at two places, and whether both are in one stage."""
+    """If it can be, with a layer that stands at two places; and whether both are in one stage."""
     pairs = [
         (first, second)
         for first, second in combinations(range(len(layers)), 2)
@@ -230,10 +230,11 @@ def tied(layers, plan, rng):
         and plan.layers[first].peers == plan.layers[second].peers
         and plan.layers[first].split == plan.layers[second].split
     ]
-    if not pairs or rng.random() < 0.5:
+    if not pairs:
         return layers, True
-    first, second = rng.choice(pairs)
-    together = any(stage.first <= first < second < stage.end for stage in plan.stages)
+    close = [p for p in pairs if any(s.first <= p[0] < p[1] < s.end for s in plan.stages)]
+    first, second = rng.choice(close if close and rng.random() < 0.7 else pairs)
+    together = (first, second) in close
     return [*layers[:second], ("again", first), *layers[second + 1 :]], together
 
 
