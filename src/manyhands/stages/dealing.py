@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -167,7 +168,8 @@ def _power(device: torch.device) -> PeerPower:
 def _memory(device: torch.device) -> str:
     """The memory that a device uses: the machine's, or that of one GPU, by the name it has only."""
     if device.type == "cuda":
-        return f"GPU {torch.cuda.get_device_properties(device).uuid}"
+        properties: Any = torch.cuda.get_device_properties(device)  # pyright: ignore[reportUnknownMemberType]
+        return f"GPU {properties.uuid}"
     return f"{device.type} of {socket.gethostname()}"
 
 
