@@ -372,7 +372,8 @@ def is_under(process: psutil.Process, folder: Path) -> bool:
 
 
 def test_stages(tmp_path: Path) -> None:
-    ways = ["plain", "alone", "naive", "1f1b", "interleaved", "torch", "1f1b@hub", "1f1b@amqp"]
+    ways = ["plain", "alone", "naive", "afab", "1f1b", "interleaved"]
+    ways += ["torch", "1f1b@hub", "1f1b@amqp"]
     keys = ROW | {"way", "stages", "microbatches", "bubble", "bubble_in_theory", "ratio_to_plain"}
     small = ["--batch", "8", "--channels", "4", "--microbatches", "4", "--turns", "1"]
     rows = rows_of(tmp_path, "stages", "--way", ",".join(ways), *small, keys=keys)

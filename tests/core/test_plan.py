@@ -82,8 +82,9 @@ PEERS_WITHOUT_END = (
     ],
 )
 def test_what_is_no_plan(text, said):
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=said) as caught:
         Plan.from_json(text)
+    assert caught.value.hint
 
 
 def plan_with(layer, **fields):
@@ -111,6 +112,7 @@ def plan_with(layer, **fields):
         (lambda: Plan.of_stages([(1, [10**12])]), "1000000000001 peers", None),
         (lambda: Plan.of_stages([(1, [0]), (1, [-1])]), r"layer 1 \(1\) is on peer -1", 1),
         (lambda: Plan.even(10**12, 10**12), "1000000000000 stages", None),
+        (lambda: Plan.even(2, 0), "0 peers with 1 stages each", None),
         (lambda: Plan.even(2, 1, microbatches=10**12), "1000000000000 microbatches", None),
         (lambda: Plan.even(2, 1, microbatches=-1), "-1 microbatches", None),
         (lambda: Plan.even(2, 1, microbatches="8"), "microbatches = '8'", None),
@@ -124,3 +126,4 @@ def test_what_no_runtime_can_carry_out_is_refused_by_name(make, said, layer):
     with pytest.raises(PlanError, match=said) as caught:
         make()
     assert caught.value.layer == layer
+    assert caught.value.hint

@@ -266,7 +266,7 @@ def test_wrong_arguments():
     assert refusal(*two, by="size") == (
         "there is no partition by 'size'\nhint: there are: memory, time, auto"
     )
-    assert refusal(two[0], []) == "there are no peers to give layers to"
+    assert refusal(two[0], []) == "there are no peers to give layers to\nhint: name at least one"
     assert refusal(*two, chunks=0) == "0 chunks\nhint: 1 is one stage a peer"
     assert refusal(*two, bandwidth_bytes_s=0.0) == (
         "a bandwidth of 0.0 bytes/s\nhint: None: do not count it"

@@ -1,4 +1,4 @@
-"""One peer on a GPU: random cases, against one process there."""
+"""One peer on a GPU: random cases, against one process there, and what is saved of them."""
 
 import json
 import os
@@ -12,6 +12,8 @@ from torch.nn import functional as F
 import manyhands  # noqa: F401  (the backend)
 from manyhands.stages.pipeline import Pipeline
 
+NUM_CASES = 12
+
 
 def on_gpu(case):
     batches = [
@@ -24,37 +26,48 @@ def on_gpu(case):
     )
 
 
-def main():
-    where, world, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    if world > 1:
-        backend = "gloo" if where.startswith("file:") else "manyhands"
-        dist.init_process_group(backend, init_method=where, rank=rank, world_size=world)
-    done = 0
-    for seed in range(12):
-        case = on_gpu(random_case(seed, world))
-        losses, modules = alone(case)
-        pipe = Pipeline(
-            case.build(),
-            case.plan,
-            loss_fn=F.mse_loss,
-            optimizer=case.optimizer,
-            device="cuda",
-            seed=case.seed,
-            clip_norm=case.clip,
-        )
-        got = [pipe.step(x, y, extra) for x, y, extra in case.batches]
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(losses), rtol=1e-9, atol=1e-11)
-        for layer in pipe.layers():
+def pipeline_of(case):
+    return Pipeline(
+        case.build(),
+        case.plan,
+        loss_fn=F.mse_loss,
+        optimizer=case.optimizer,
+        device="cuda",
+        seed=case.seed,
+        clip_norm=case.clip,
+    )
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+def check(case, folder):
+    losses, modules = alone(case)
+    pipe = pipeline_of(case)
+    *before, last = case.batches
+    got = [pipe.step(*batch) for batch in before]
+    pipe.save(folder)
+    other = pipeline_of(case)
+    assert other.load(folder) == {}
+    for one in (pipe, other):  # it goes on, whether it was saved or loaded
+        close(torch.tensor([*got, one.step(*last)]), torch.tensor(losses))
+        for layer in one.layers():
             for name, value in layer.module.state_dict().items():
-                wanted = modules[layer.index].state_dict()[name]
                 assert value.is_cuda
-                torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-11)
-        done += 1
-    print(json.dumps({"cases": done}), flush=True)
-    if where.startswith("file:") and world > 1:
+                close(value, modules[layer.index].state_dict()[name])
+
+
+def main():
+    backend, where, folder, world, rank = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world)
+    assert dist.get_backend() == backend
+    for seed in range(NUM_CASES):
+        check(on_gpu(random_case(seed, world)), f"{folder}/{seed}")
+    print(json.dumps({"cases": NUM_CASES}), flush=True)
+    if backend == "gloo":
         os._exit(0)  # gloo aborts a process whose peers have ended first
-    if world > 1:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

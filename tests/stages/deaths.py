@@ -61,8 +61,8 @@ def case(stages, *, schedule="1f1b"):
     return Case(layers, plan, batches(), False, None, None, adam, False)
 
 
-def pipeline(stages, build=layers, **options):
-    made = case(stages)
+def pipeline(stages, build=layers, schedule="1f1b", **options):
+    made = case(stages, schedule=schedule)
     options = {"loss_fn": F.mse_loss, "optimizer": made.optimizer, **options}
     return Pipeline(build(), made.plan, **options)
 
@@ -89,7 +89,7 @@ def arm(death, mark):
     setattr(owner, name, deadly)
 
 
-def train(stages, folder, death=None, victim=None, mark=None):
+def train(stages, folder, death=None, victim=None, mark=None, schedule="1f1b"):
     """All steps, from what is saved, saving now and then; what came of it."""
     death = death if victim == dist.get_rank() else None
 
@@ -100,7 +100,7 @@ def train(stages, folder, death=None, victim=None, mark=None):
     losses, pipe = {}, None
     try:
         now("build", 0)
-        pipe = pipeline(stages)
+        pipe = pipeline(stages, schedule=schedule)
         pipe.load(folder)
         start = pipe.num_steps
         while (number := pipe.num_steps) < NUM_STEPS:

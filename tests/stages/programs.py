@@ -9,6 +9,7 @@ from tests.collectives.backend.programs import life
 from tests.stages.cases import alone, random_case
 from torch.nn import functional as F
 
+from manyhands.stages.carrier import GroupCarrier
 from manyhands.stages.pipeline import Pipeline
 
 LEASE_S = 60.0  # nobody is to be out whom a busy machine keeps waiting
@@ -48,12 +49,15 @@ def check(case, losses, layers):
             torch.testing.assert_close(state[name], wanted, rtol=1e-9, atol=1e-11)
 
 
-def equal(seeds):
-    """Random cases on all peers of the group."""
+def equal(seeds, lines=False):
+    """Random cases on all peers of the group; with lines, the pairs of peers that got one."""
+    cpu = torch.device("cpu")
+    carrier = GroupCarrier(dist.group.WORLD, cpu, lines=True) if lines else None
     for seed in seeds:
         case = random_case(seed, dist.get_world_size())
         try:
-            check(case, *train(case))
+            check(case, *train(case, carrier))
         except Exception as error:
             error.add_note(f"seed {seed}\n{case.plan.picture()}")
             raise
+    return sorted(carrier._lines) if lines else None

@@ -11,15 +11,12 @@ import torch
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: NOT TESTED")
 
 
-@pytest.fixture(params=["gloo", "hub"])
-def where(request, hub_port, tmp_path):
-    if request.param == "gloo":
-        return f"file://{tmp_path}/meet"
-    return f"hub://127.0.0.1:{hub_port}/{tmp_path.name}?insecure=1"
-
-
-def run(world, where, tmp_path, *arguments):
-    command = [sys.executable, "-m", "tests.stages.cuda_peer", where, str(world), *arguments]
+def run(backend, world, hub_port, tmp_path):
+    where = f"file://{tmp_path}/meet"
+    if backend == "manyhands":
+        where = f"hub://127.0.0.1:{hub_port}/{tmp_path.name}?insecure=1"
+    (saved := tmp_path / "saved").mkdir()
+    command = [sys.executable, "-m", "tests.stages.cuda_peer", backend, where, saved, str(world)]
     environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     peers = [
         subprocess.Popen(
@@ -34,7 +31,11 @@ def run(world, where, tmp_path, *arguments):
 
 
 @needs_gpu
-@pytest.mark.parametrize("world", [1, 2])
-def test_peers_of_one_gpu_give_the_run_of_one_process(where, world, tmp_path):
-    for answer in run(world, where, tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "world"),
+    [("gloo", 1), ("gloo", 2), ("manyhands", 1), ("manyhands", 2), ("nccl", 1)],
+)
+def test_peers_of_one_gpu_give_the_run_of_one_process(backend, world, hub_port, tmp_path):
+    """NCCL takes one rank a GPU; the groups it needs for several are in test_equality.py."""
+    for answer in run(backend, world, hub_port, tmp_path):
         assert answer["cases"] == 12

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import manyhands as mh
 from manyhands.core.plan import PlanError
+from manyhands.planner.partition import DoesNotFit
 from manyhands.stages import dealing
 
 
@@ -60,9 +61,64 @@ def test_time_and_memory_cut_at_other_places(monkeypatch):
 def test_a_model_that_does_not_fit_says_so_on_all_peers(monkeypatch):
     monkeypatch.setattr(dealing, "_power", lambda device: dealing.PeerPower(
         name="host-1", memory_bytes=1 << 20, speed=1.0))  # fmt: skip
+    x = torch.randint(20000, (64,))
+    models = [layers() for _ in range(2)]
+
+    def act(by):
+        def of(carrier):
+            with pytest.raises(DoesNotFit, match=r"does not fit.*needs.*MiB") as caught:
+                mh.partition(models[carrier.rank], x, by=by, group=carrier)
+            return caught.value
+
+        return of
+
     for by in ("auto", "memory"):
-        with pytest.raises(PlanError, match=r"does not fit.*needs.*MiB"):
-            deal(2, by=by)
+        first, second = run_threads(2, act(by))
+        # Half of the free memory; four times the embedding: values, gradients, two of Adam's.
+        assert first.peer == "0-host"
+        assert first.layers == ("0",)
+        assert first.layer == 0
+        assert first.free_bytes == 1 << 19
+        assert first.missing_bytes >= 4 * 4 * 20000 * 64 - (1 << 19)
+        for name in ("peer", "layers", "layer", "needed_bytes", "free_bytes", "missing_bytes"):
+            assert getattr(first, name) == getattr(second, name)
+        assert str(first) == str(second)
+        assert first.hint
+
+
+@pytest.mark.parametrize(
+    ("memories", "shares"),
+    [
+        (["cpu of a", "cpu of a", "cpu of b"], [2, 2, 1]),
+        (["GPU 1", "GPU 2", "GPU 3"], [1, 1, 1]),  # of one machine
+        (["GPU 1", "GPU 2", "GPU 1"], [2, 1, 2]),
+        (["GPU 1", "cpu of a", "cpu of a"], [1, 2, 2]),
+    ],
+)
+def test_memory_is_divided_among_those_who_share_it(memories, shares):
+    """Not among all peers of a machine: each may have a GPU of its own."""
+    powers = [dealing.PeerPower(name=f"host-{pid}", memory_bytes=6000) for pid in range(3)]
+
+    def act(carrier):
+        own = dealing._Member(powers[carrier.rank], memories[carrier.rank])
+        return dealing._gather(carrier, own)
+
+    for found in run_threads(3, act):
+        assert [power.memory_bytes for power in found] == [6000 // share for share in shares]
+        assert [power.name for power in found] == ["0-host", "1-host", "2-host"]
+
+
+def test_a_gpu_is_known_by_its_uuid(monkeypatch):
+    """Its number says nothing: each process may see another one as its first."""
+
+    class Properties:
+        def __init__(self, device):
+            self.uuid = {"cuda:0": "7f-1", "cuda:1": "7f-2"}[str(device)]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(dealing.socket, "gethostname", lambda: "desk")
+    names = [dealing._memory(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu")]
+    assert names == ["GPU 7f-1", "GPU 7f-2", "cpu of desk"]
 
 
 def test_more_peers_than_layers():
@@ -74,7 +130,7 @@ def test_without_inputs():
     def act(carrier):
         return mh.partition(layers(), None, group=carrier)
 
-    with pytest.raises(PlanError, match="no inputs to measure"):
+    with pytest.raises(PlanError, match=r"no inputs to measure(.|\n)*hint: pass a batch"):
         run_threads(2, act)
 
 

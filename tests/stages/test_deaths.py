@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.collectives.backend.crew import Crew
+from tests.collectives.backend.crew import PATIENCE_S, Crew
 from tests.stages.cases import alone
 from tests.stages.deaths import (
     NUM_STEPS,
@@ -33,15 +33,17 @@ from tests.stages.programs import LEASE_S
 from tests.stages.threads import run_threads
 from torch import nn
 
+from manyhands.core.errors import LinkBroken
 from manyhands.core.plan import PlanError
 from manyhands.links.base import LinkSettings, open_link
 from manyhands.links.messages import Terms
-from manyhands.stages.errors import StepFailed
-from manyhands.stages.resume import again
+from manyhands.stages.errors import PlanBroken, StepFailed
+from manyhands.stages.resume import again, gone
 
 NOTICED_S = LEASE_S / 2  # a closed connection counts after a second
 NARROW = [(2, [0]), (2, [1]), (2, [2])]
 WIDE = [(2, [0]), (2, [1, 2]), (2, [0])]
+ROUND = [(1, [0]), (1, [1]), (1, [2]), (1, [0]), (1, [1]), (1, [2])]
 FEWER = [(3, [0, 1]), (3, [1])]
 ALONE = [(6, [0])]
 NAMES = ("ada", "bob", "cyd")
@@ -106,11 +108,14 @@ def check(answers, uninterrupted):
     assert seen == set(range(len(states)))
 
 
-def killed_and_resumed(zygote, new_url, folder, stages, death, victim, uninterrupted):
+def killed_and_resumed(
+    zygote, new_url, folder, stages, death, victim, uninterrupted, schedule="1f1b"
+):
     saved, mark = str(folder / "saved"), folder / "died"
     with Crew(zygote, 3) as crew:
         crew.call("tests.stages.programs", "enter", new_url(), 3)
-        crew.begin("tests.stages.deaths", "train", stages, saved, death, victim, str(mark))
+        args = stages, saved, death, victim, str(mark), schedule
+        crew.begin("tests.stages.deaths", "train", *args)
         assert crew.ended(victim) == -signal.SIGKILL, crew.report()
         died_s = float(mark.read_text())
         answers = crew.finish()
@@ -158,6 +163,28 @@ def test_wide_stages(zygote, at_hub, tmp_path, uninterrupted, phase, victim):
 
 
 @pytest.mark.parametrize(
+    ("schedule", "phase", "victim"),
+    [
+        ("interleaved", "forward", 0),
+        ("interleaved", "between", 1),
+        ("interleaved", "late", 2),
+        ("interleaved", "late", 0),
+        ("afab", "forward", 1),
+        ("afab", "between", 2),
+        ("afab", "late", 0),
+    ],
+)
+def test_other_schedules(zygote, at_hub, tmp_path, uninterrupted, schedule, phase, victim):
+    """With two stages a peer, deaths in its second one too."""
+    stages = ROUND if schedule == "interleaved" else NARROW
+    # Eight of each with two stages a peer, four with one.
+    late = DEATHS["backward"]._replace(call=6 if schedule == "interleaved" else 3)
+    death = late if phase == "late" else DEATHS[phase]
+    args = stages, death, victim, uninterrupted, schedule
+    killed_and_resumed(zygote, at_hub, tmp_path, *args)
+
+
+@pytest.mark.parametrize(
     ("phase", "victim"), [(phase, i % 3) for i, phase in enumerate(DEATHS)], ids=str
 )
 def test_over_rabbitmq(zygote, at_broker, tmp_path, uninterrupted, phase, victim):
@@ -188,6 +215,26 @@ def test_over_gloo(zygote, tmp_path, uninterrupted, phase, victim):
     with Crew(zygote, 2) as crew:
         crew.call("tests.stages.programs", "enter", f"file://{tmp_path}/second", 2)
         check(crew.call("tests.stages.deaths", "train", FEWER, saved), uninterrupted)
+
+
+def test_killed_long_before_its_lease(zygote, at_any):
+    """The end of its connection tells of a death: a lease would outlast the patience of this test.
+
+    It is ten minutes; nobody waits longer for a crew than PATIENCE_S.
+    """
+    url, terms = at_any(), Terms(lease_s=600.0)
+    assert terms.lease_s > 2 * PATIENCE_S
+    with (
+        open_link(url, name="watcher", settings=LinkSettings(terms=terms)),
+        Crew(zygote, 3) as crew,
+    ):
+        crew.call("tests.stages.programs", "enter", url, 3)
+        crew.call("tests.stages.deaths", "begin", NARROW)
+        crew.begin("tests.stages.deaths", "train_until_broken")
+        crew.kill(1)
+        for answer in crew.finish(ranks=[0, 2]).values():
+            assert answer.ok, answer.value
+            assert "rank 1 is peer bob" in answer.value, answer.value
 
 
 def test_stopped_beyond_its_lease(zygote, at_any):
@@ -285,6 +332,49 @@ def test_commands(environ, command):
     assert again(3, environ, ["train.py", "-n", "3"]) == command
     anew = command.replace("--resume ", "")  # nothing was saved
     assert again(3, environ, ["train.py", "-n", "3"], saved=False) == anew
+
+
+@pytest.mark.parametrize(
+    ("environ", "command"),
+    [
+        ({"LOCAL_WORLD_SIZE": "3"}, "torchrun --nproc-per-node 1 train.py"),
+        (
+            {"MANYHANDS_AGAIN": "manyhands run -n 3 --min-peers 3 --resume train.py"},
+            "manyhands run -n 1 --min-peers 1 --resume train.py",
+        ),
+    ],
+)
+def test_when_two_are_gone_the_command_is_for_one(monkeypatch, environ, command):
+    for name in ("LOCAL_WORLD_SIZE", "MANYHANDS_AGAIN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    reason = "rank 1 (rank-1#2), rank 2 (rank-2#3) is gone: it ended, its lease did"
+    models = [layers() for _ in range(3)]
+
+    def act(carrier):
+        pipe = pipeline(NARROW, lambda: models[carrier.rank], group=carrier)
+        pipe._saved = "saved", 2
+
+        def say(words, root):
+            raise LinkBroken(reason)
+
+        carrier.say = say
+        with pytest.raises(PlanBroken, match="rank 1 is peer bob, rank 2 is peer cyd") as caught:
+            pipe.step(*batches()[0][:2])
+        assert caught.value.hint.endswith(f": {command}")
+        with pytest.raises(PlanBroken) as later:
+            pipe.step(*batches()[0][:2])
+        assert later.value.hint == caught.value.hint
+
+    run_threads(3, act)
+
+
+def test_who_is_gone_is_not_whoever_else_is_named():
+    assert gone("rank 1 (b), rank 2 (c) is gone: it ended") == {1, 2}
+    assert gone("rank 1 (b) gave up: RuntimeError on peer b") == set()
+    assert gone("`all_reduce` was not finished: no data from rank 1 (b), rank 2 (c)") == set()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Random models on random plans give what one process gives: losses and all parameters."""
 
+from itertools import permutations
+
 import pytest
+from tests.collectives.backend.crew import Crew
 from tests.stages.cases import random_case
 from tests.stages.programs import check, train
 from tests.stages.threads import run_threads
@@ -21,3 +24,31 @@ def test_any_plan_gives_the_run_of_one_process(seed):
 def test_processes_give_the_run_of_one(crew_of, world):
     with crew_of(world) as crew:
         crew.call("tests.stages.programs", "equal", range(1000 * world, 1000 * world + 30))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_group_for_each_direction(zygote, tmp_path, world):
+    """As NCCL needs it, with gloo in its place; NCCL itself is in test_cuda.py."""
+    with Crew(zygote, world) as crew:
+        crew.call("tests.stages.programs", "enter", f"file://{tmp_path}/meeting", world)
+        seeds = range(1000 * world, 1000 * world + 20)
+        for lines in crew.call("tests.stages.programs", "equal", seeds, lines=True).values():
+            assert lines == list(permutations(range(world), 2))
+
+
+def test_random_cases_are_of_all_kinds():
+    """Otherwise the tests above would show less than they say."""
+    kinds = set()
+    for seed in range(240):
+        case = random_case(seed, 1 + seed % 4, dropout=False)
+        modules, plan = case.build(), case.plan
+        tied = len({*map(id, modules)}) < len(modules)
+        if len(plan.peers) > 1:
+            wide = any(len(stage.peers) > 1 for stage in plan.stages)
+            kinds |= {("exact", case.exact), ("wide", wide), ("tied", tied, wide)}
+            kinds |= {("exact and tied", case.exact and tied), plan.schedule}
+            kinds.add(("exact", plan.schedule, case.exact))
+    assert kinds >= {("exact", True), ("exact", False), ("wide", True), ("wide", False)}
+    assert kinds >= {("tied", tied, wide) for tied in (False, True) for wide in (False, True)}
+    assert kinds >= {("exact", name, True) for name in ("afab", "1f1b", "interleaved")}
+    assert ("exact and tied", True) in kinds

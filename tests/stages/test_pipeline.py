@@ -357,3 +357,28 @@ def test_layers_are_built_alike_wherever_they_are(monkeypatch):
     for index, state in {**first, **second}.items():
         for name, value in state.items():
             assert torch.equal(value, whole[index][name])
+
+
+def test_a_layer_is_constructed_by_its_owners_and_by_nobody_else():
+    """Not even for a moment: also not in the first step, which is rehearsed."""
+    constructed, ranks = [], {}
+
+    class Counted(nn.Linear):
+        def __init__(self, place):
+            super().__init__(4, 4)
+            constructed.append((place, ranks[threading.get_ident()]))
+
+    specs = [(Counted, {"place": place}, (8, 4)) for place in range(5)]
+    plan = mh.Plan.of_stages([(1, [0]), (2, [1, 2]), (1, [2]), (1, [0])], microbatches=2)
+    x = torch.randn(8, 4)
+
+    def act(carrier):
+        ranks[threading.get_ident()] = carrier.rank
+        options = {"loss_fn": F.mse_loss, "optimizer": sgd, "group": carrier, "seed": 7}
+        with mh.Pipeline(specs, plan, **options) as pipe:
+            pipe.step(x, x)
+            pipe.evaluate(x, x)
+
+    run_threads(3, act)
+    owned = [(0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 0)]
+    assert sorted(constructed) == owned

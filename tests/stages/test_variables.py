@@ -178,6 +178,79 @@ def test_forward_order_says_where_the_input_goes():
     assert torch.equal(pipe.predict(torch.ones(1, 1)), torch.tensor([[312.0]]))
 
 
+class Two(nn.Module):
+    out_variables = ["a", "b"]  # noqa: RUF012
+
+    def forward(self, x):
+        return x, [("b", x * 3), ("a", x * 2)]
+
+
+class Summing(nn.Module):
+    """Takes what it is told to, under one of the two words."""
+
+    def __init__(self, word, names):
+        super().__init__()
+        setattr(self, word, names)
+
+    def forward(self, x, *taken):
+        return sum((10 ** (place + 1) * t for place, t in enumerate(taken)), x)
+
+
+@pytest.mark.parametrize("word", ["dependencies", "in_variables"])
+@pytest.mark.parametrize("names", [["a", "b"], ("b", "a")])
+def test_both_words_for_what_a_layer_takes(word, names):
+    """Between peers; in the order in which they are named."""
+    plan = mh.Plan.even(3, 3, microbatches=2, schedule="1f1b")
+    x = torch.ones(4, 1)
+
+    def act(carrier):
+        pipe = mh.Pipeline([Two(), nn.Identity(), Summing(word, names)], plan, group=carrier)
+        return pipe.predict(x)
+
+    *others, found = run_threads(3, act)
+    assert others == [None, None]
+    assert torch.equal(found, x * (321 if list(names) == ["a", "b"] else 231))
+
+
+def test_in_variables_with_forward_order():
+    class Ordered(nn.Module):
+        in_variables = ["a", "b"]  # noqa: RUF012
+        forward_order = ["b", "x", "a"]  # noqa: RUF012
+
+        def forward(self, b, x, a):
+            return b * 100 + x * 10 + a
+
+    pipe = mh.Pipeline([Two(), Ordered()], mh.Plan.of_stages([(2, [0])]))
+    assert torch.equal(pipe.predict(torch.ones(1, 1)), torch.tensor([[312.0]]))
+
+
+def test_in_variables_that_nobody_gives():
+    error = start([Giving(["a"]), Taking(["a"]), Summing("in_variables", ["c"])])
+    assert isinstance(error, mh.VariableError)
+    assert "layer 2 (l2) pops 'c', which no layer before it has stashed" in str(error)
+
+
+def test_two_words_that_say_different_things():
+    class Both(nn.Module):
+        dependencies = ["a"]  # noqa: RUF012
+        in_variables = ["b"]  # noqa: RUF012
+
+    with pytest.raises(mh.VariableError, match=r"Both has dependencies=.'a'. and in_var") as no:
+        mh.Pipeline([Both()], mh.Plan.of_stages([(1, [0])]))
+    assert "use one of them" in no.value.hint
+    Both.in_variables = ("a",)
+    mh.Pipeline([Both()], mh.Plan.of_stages([(1, [0])]))
+
+
+def test_names_that_are_none():
+    class Wrong(nn.Module):
+        in_variables = [1, 2]  # noqa: RUF012
+
+    with pytest.raises(mh.VariableError, match=r"Wrong.in_variables is \[1, 2\], not names") as no:
+        mh.Pipeline([Wrong()], mh.Plan.of_stages([(1, [0])]))
+    assert no.value.hint
+
+
 def test_forward_order_that_leaves_a_variable_out():
     class Wrong(nn.Module):
         dependencies = ["a", "b"]  # noqa: RUF012

@@ -97,7 +97,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         num_layers = sum(row[0] for row in rows)
         _check_count("layers", num_layers)
         if names is not None and len(names) != num_layers:
-            raise PlanError(f"the stages have {num_layers} layers, {len(names)} names were given")
+            raise PlanError(
+                f"the stages have {num_layers} layers, {len(names)} names were given",
+                hint="give each layer a name, or none of them: they are numbered then",
+            )
         for index, row in enumerate(rows):
             if row[0] < 1:
                 raise PlanError(f"stage {index} has {row[0]} layers", hint="give it at least one")
@@ -139,7 +142,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         num_stages = num_peers * stages_per_peer
         _check_count("stages", num_stages)
         if num_stages < 1:
-            raise PlanError(f"{num_peers} peers with {stages_per_peer} stages each")
+            raise PlanError(
+                f"{num_peers} peers with {stages_per_peer} stages each",
+                hint="at least one peer and one stage",
+            )
         if num_layers < num_stages:
             stages = f"{num_peers} peers with {stages_per_peer} stages each need {num_stages}"
             if stages_per_peer == 1:
@@ -187,7 +193,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 )
             return msgspec.json.decode(text, type=_Written).plan
         except (msgspec.DecodeError, UnicodeError, OverflowError, RecursionError) as error:
-            raise PlanError(f"this is no plan: {str(error)[:400]}") from None
+            raise PlanError(
+                f"this is no plan: {str(error)[:400]}",
+                hint="what plan.to_json() gives is expected, unchanged and whole",
+            ) from None
 
     def picture(self) -> str:
         """As text: a line a stage, a column a peer, each with its share of the rows."""
@@ -255,7 +264,7 @@ def _check_count(what: str, count: Any) -> None:  # noqa: ANN401  (what users pa
 
 def _check(plan: Plan) -> None:
     if not plan.layers:
-        raise PlanError("the plan has no layers")
+        raise PlanError("the plan has no layers", hint="give it those of the model, in order")
     for what in ("layers", "peers"):
         _check_count(what, len(getattr(plan, what)))
     _check_count("microbatches", plan.microbatches)
@@ -266,26 +275,41 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"there is no schedule {plan.schedule!r}", hint=f"there are: {known}")
     if len(set(plan.peers)) < len(plan.peers):
         twice = next(name for name in plan.peers if plan.peers.count(name) > 1)
-        raise PlanError(f"two peers are named {twice!r}")
+        raise PlanError(
+            f"two peers are named {twice!r}", hint="give each a name of its own, or no names"
+        )
     names: dict[str, int] = {}
     for index, layer in enumerate(plan.layers):
         said = f"layer {index} ({layer.name})"
         if layer.name in names:
-            raise PlanError(f"{said} has the name of layer {names[layer.name]}", layer=index)
+            raise PlanError(
+                f"{said} has the name of layer {names[layer.name]}",
+                layer=index,
+                hint="checkpoints are kept by name: give each layer one of its own",
+            )
         names[layer.name] = index
         if not layer.peers:
-            raise PlanError(f"{said} is on no peer", layer=index)
+            raise PlanError(
+                f"{said} is on no peer", layer=index, hint="give it at least one: [0] is the first"
+            )
         for peer in layer.peers:
             if not 0 <= peer < len(plan.peers):
                 raise PlanError(
                     f"{said} is on peer {peer}, the plan has peers 0 to {len(plan.peers) - 1}",
                     layer=index,
+                    hint="peers are numbers, the first is 0; or name more of them (peers=...)",
                 )
         if len(set(layer.peers)) < len(layer.peers):
-            raise PlanError(f"{said} names a peer twice: {list(layer.peers)}", layer=index)
+            raise PlanError(
+                f"{said} names a peer twice: {list(layer.peers)}",
+                layer=index,
+                hint="name it once; shares say how many of the rows it takes",
+            )
         if layer.shares and len(layer.shares) != len(layer.peers):
             raise PlanError(
-                f"{said} has {len(layer.peers)} peers and {len(layer.shares)} shares", layer=index
+                f"{said} has {len(layer.peers)} peers and {len(layer.shares)} shares",
+                layer=index,
+                hint="give a share for each peer, or none: then all are equal",
             )
         for share in layer.shares:
             if not _SHARES[0] <= share <= _SHARES[1]:

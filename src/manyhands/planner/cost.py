@@ -66,7 +66,10 @@ class PeerPower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes < 0:
-            raise PlanError(f"peer {self.name} has {self.memory_bytes} bytes of free memory")
+            raise PlanError(
+                f"peer {self.name} has {self.memory_bytes} bytes of free memory",
+                hint="0 or more; None: as many as are asked for",
+            )
         if not (isfinite(self.speed) and self.speed > 0):
             raise PlanError(f"peer {self.name} has a speed of {self.speed}", hint="1 is the usual")
 
@@ -96,4 +99,7 @@ def read_costs(text: str | bytes) -> tuple[LayerCost, ...]:
             )
         return msgspec.json.decode(text, type=_Written).layers
     except (msgspec.DecodeError, UnicodeError, OverflowError, RecursionError) as error:
-        raise PlanError(f"this is no profile: {str(error)[:400]}") from None
+        raise PlanError(
+            f"this is no profile: {str(error)[:400]}",
+            hint="what write_costs gives is expected, unchanged and whole",
+        ) from None

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
+import msgspec
+
 from manyhands.core.plan import Plan, PlanError, ScheduleName
 from manyhands.planner.cost import LayerCost, PeerPower
 from manyhands.planner.load import Loads, StageLoad, mib
@@ -26,28 +28,47 @@ Price = Callable[[StageLoad], float]
 Ends = tuple[int, ...]
 
 
+class Span(msgspec.Struct, frozen=True):
+    """Consecutive layers of a model: the index of the first, and all their names."""
+
+    first: int
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if len(self.names) == 1:
+            return f"layer {self.first} ({self.names[0]})"
+        last = self.first + len(self.names) - 1
+        return f"layers {self.first} to {last} ({self.names[0]} .. {self.names[-1]})"
+
+
+class Shortage(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer whose memory is too small for its layers. Plain: it can be told to other peers."""
+
+    peer: str
+    spans: tuple[Span, ...]
+    state_bytes: int  # parameters, gradients, optimizer
+    held_bytes: int  # activations
+    free_bytes: int
+
+
 class DoesNotFit(PlanError):
     """A model that is larger than the peers' memory: where, and by how much.
 
     Told of the partition that fills the peers most evenly, and there of the peer that lacks most.
     """
 
-    def __init__(
-        self, peer: PeerPower, loads: Sequence[StageLoad], costs: Sequence[LayerCost]
-    ) -> None:
-        state_bytes = sum(load.state_bytes for load in loads)
-        held_bytes = sum(load.held_bytes for load in loads)
-        self.peer = peer.name
-        self.layers = tuple(cost.name for load in loads for cost in costs[load.first : load.end])
-        self.needed_bytes = state_bytes + held_bytes
-        self.free_bytes = peer.memory_bytes or 0
-        where = " and ".join(_said(load, costs) for load in loads)
+    def __init__(self, shortage: Shortage) -> None:
+        self.shortage = shortage
+        self.peer, self.free_bytes = shortage.peer, shortage.free_bytes
+        self.layers = tuple(name for span in shortage.spans for name in span.names)
+        self.needed_bytes = shortage.state_bytes + shortage.held_bytes
+        where = " and ".join(map(str, shortage.spans))
         super().__init__(
             f"the model does not fit, however it is cut: peer {self.peer} has "
             f"{mib(self.free_bytes)} MiB free and needs {mib(self.needed_bytes)} MiB for {where}, "
-            f"{mib(self.missing_bytes)} MiB more ({mib(state_bytes)} are parameters, gradients and "
-            f"optimizer, {mib(held_bytes)} activations)",
-            layer=loads[0].first,
+            f"{mib(self.missing_bytes)} MiB more ({mib(shortage.state_bytes)} are parameters, "
+            f"gradients and optimizer, {mib(shortage.held_bytes)} activations)",
+            layer=shortage.spans[0].first,
             hint="add a peer, make the microbatches smaller, keep inputs instead of activations "
             "(recompute=True), or cut a large layer in two",
         )
@@ -56,13 +77,6 @@ class DoesNotFit(PlanError):
     def missing_bytes(self) -> int:
         """How many more the peer would need."""
         return self.needed_bytes - self.free_bytes
-
-
-def _said(load: StageLoad, costs: Sequence[LayerCost]) -> str:
-    first, last = costs[load.first].name, costs[load.end - 1].name
-    if load.end - load.first == 1:
-        return f"layer {load.first} ({first})"
-    return f"layers {load.first} to {load.end - 1} ({first} .. {last})"
 
 
 def partition(
@@ -123,7 +137,7 @@ def _check(
         known = ", ".join(get_args(By))
         raise PlanError(f"there is no partition by {by!r}", hint=f"there are: {known}")
     if not peers:
-        raise PlanError("there are no peers to give layers to")
+        raise PlanError("there are no peers to give layers to", hint="name at least one")
     if chunks < 1:
         raise PlanError(f"{chunks} chunks", hint="1 is one stage a peer")
     if bandwidth_bytes_s is not None and not bandwidth_bytes_s > 0:
@@ -266,5 +280,16 @@ def _lacking(loads: Loads, ends: Ends) -> list[DoesNotFit]:
         own = [load for load in stages if load.peer == index]
         needed = sum(load.needed_bytes for load in own)
         if peer.memory_bytes is not None and needed > peer.memory_bytes:
-            found.append(DoesNotFit(peer, own, loads.costs))
+            shortage = Shortage(
+                peer=peer.name,
+                spans=tuple(_span(load, loads.costs) for load in own),
+                state_bytes=sum(load.state_bytes for load in own),
+                held_bytes=sum(load.held_bytes for load in own),
+                free_bytes=peer.memory_bytes,
+            )
+            found.append(DoesNotFit(shortage))
     return found
+
+
+def _span(load: StageLoad, costs: Sequence[LayerCost]) -> Span:
+    return Span(load.first, tuple(cost.name for cost in costs[load.first : load.end]))

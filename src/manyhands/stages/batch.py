@@ -84,7 +84,10 @@ def _kind_of(tensor: Tensor) -> Kind:
 def _check_rows(what: str, tensors: Sequence[Tensor], num_rows: int) -> None:
     for tensor in tensors:
         if (count := _count(what, tensor)) != num_rows:
-            raise UsageError(f"{what} has {count} rows, the input {num_rows}")
+            raise UsageError(
+                f"{what} has {count} rows, the input {num_rows}",
+                hint="dimension 0 of each are the rows of one batch",
+            )
 
 
 def _parts(what: str, given: Any) -> tuple[tuple[Tensor, ...], bool]:  # noqa: ANN401
@@ -115,7 +118,10 @@ def _check_extra(extra: object) -> None:
 
 def _count(what: str, tensor: Tensor) -> int:
     if tensor.dim() == 0 or len(tensor) == 0:
-        raise UsageError(f"{what} is a tensor of shape {tuple(tensor.shape)}: it has no rows")
+        raise UsageError(
+            f"{what} is a tensor of shape {tuple(tensor.shape)}: it has no rows",
+            hint="dimension 0 are the rows, at least one",
+        )
     return len(tensor)
 
 

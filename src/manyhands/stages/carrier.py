@@ -78,9 +78,15 @@ def carrier_for(group: dist.ProcessGroup | Carrier | None, device: torch.device)
 
 
 class GroupCarrier:
-    """Over a torch process group."""
+    """Over a torch process group.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    `lines`: whether each direction between two peers has a group of its own; None is as the
+    backend needs it.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, lines: bool | None = None
+    ) -> None:
         self._group: Any = group
         self.rank, self.size = group.rank(), group.size()
         self._backend = group.name().lower()
@@ -88,6 +94,9 @@ class GroupCarrier:
         # gloo moves what is in the memory of the machine, NCCL what is in that of the device.
         self._staged = device.type != "cpu" and "gloo" in self._backend
         self.words_on = device if "nccl" in self._backend else torch.device("cpu")
+        # What NCCL does between two ranks waits in one queue for both directions: a send that is
+        # not taken yet would hold up what comes back. A group for each direction does not.
+        self._wants_lines = "nccl" in self._backend if lines is None else lines
         self._everybody = tuple(range(self.size))
         self._groups: dict[tuple[int, ...], Any] = {self._everybody: group}
         self._lines: dict[tuple[int, int], Any] = {}
@@ -96,9 +105,7 @@ class GroupCarrier:
         for wanted in sorted({_key(ranks) for ranks in peers if len(ranks) > 1}):
             if wanted not in self._groups:
                 self._groups[wanted] = self._new_group(wanted)
-        if "nccl" in self._backend:
-            # What NCCL does between two ranks waits in one queue for both directions: a send that
-            # is not taken yet would hold up what comes back. A group for each direction does not.
+        if self._wants_lines:
             for pair in sorted(set(pairs)):
                 if pair not in self._lines:
                     self._lines[pair] = self._new_group(tuple(sorted(pair)))
@@ -143,8 +150,9 @@ class GroupCarrier:
         line = self._lines.get((sender, self.rank))
         with _linked():
             if line is not None:
-                return _Kept(line.recv([target], _other(self.rank, sender), 0), target)
-            work = self._group.recv([target], sender, 0)
+                work = line.recv([target], _other(self.rank, sender), 0)
+            else:
+                work = self._group.recv([target], sender, 0)
         return _Staged(work, target, tensor) if self._staged else _Kept(work, target)
 
     def sum(self, tensor: Tensor, peers: Sequence[int]) -> Pending:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -17,7 +18,7 @@ from manyhands.core.errors import ManyhandsError, UsageError
 from manyhands.core.plan import Plan, PlanError, ScheduleName
 from manyhands.planner.cost import LayerCost, PeerPower
 from manyhands.planner.memory import free_memory
-from manyhands.planner.partition import By
+from manyhands.planner.partition import By, DoesNotFit, Shortage
 from manyhands.planner.partition import partition as partition_costs
 from manyhands.planner.profile import Ran, profile_layers
 from manyhands.stages.carrier import Carrier, carrier_for
@@ -34,7 +35,16 @@ class _Dealt(msgspec.Struct, frozen=True):
 
     plan: str = ""
     error: str | None = None
+    layer: int | None = None  # to blame for it
     hint: str | None = None
+    shortage: Shortage | None = None  # of memory
+
+
+class _Member(msgspec.Struct, frozen=True):
+    """What a peer says of itself."""
+
+    power: PeerPower
+    memory: str  # whose it is: those who name the same one share it
 
 
 def partition(
@@ -60,7 +70,7 @@ def partition(
     """
     device = torch.device(device)
     carrier = carrier_for(group, device)
-    peers = _gather(carrier, _power(device))
+    peers = _gather(carrier, _Member(_power(device), _memory(device)))
     said = None
     if carrier.rank == 0:
         try:
@@ -75,14 +85,22 @@ def partition(
                 recompute=recompute,
             )
             dealt = _Dealt(plan.to_json())
+        except DoesNotFit as error:
+            dealt = _Dealt(shortage=error.shortage)
         except ManyhandsError as error:
-            dealt = _Dealt(error=sayable(error.message), hint=error.hint and sayable(error.hint))
+            dealt = _Dealt(
+                error=sayable(error.message),
+                layer=error.layer if isinstance(error, PlanError) else None,
+                hint=error.hint and sayable(error.hint),
+            )
         except Exception as error:  # noqa: BLE001  (told to everybody)
             dealt = _Dealt(error=f"the layers cannot be measured: {words_of(error)}")
         said = msgspec.json.encode(dealt)
     dealt = msgspec.json.decode(carrier.say(said, 0), type=_Dealt)
+    if dealt.shortage is not None:
+        raise DoesNotFit(dealt.shortage)
     if dealt.error is not None:
-        raise PlanError(dealt.error, hint=dealt.hint)
+        raise PlanError(dealt.error, layer=dealt.layer, hint=dealt.hint)
     return Plan.from_json(dealt.plan)
 
 
@@ -97,7 +115,10 @@ def profile(
 ) -> list[LayerCost]:
     """What each layer costs for one microbatch, measured here, one layer at a time."""
     if inputs is None:
-        raise UsageError("the first peer was given no inputs to measure with")
+        raise UsageError(
+            "the first peer was given no inputs to measure with",
+            hint="pass a batch on rank 0: mh.partition(model, x)",
+        )
     device = torch.device(device)
     parts = inputs if isinstance(inputs, tuple) else (inputs,)
     rows = -(-len(parts[0]) // microbatches)  # of the largest one
@@ -144,24 +165,32 @@ def _power(device: torch.device) -> PeerPower:
     return PeerPower(name=name, memory_bytes=free_memory(device), speed=count / spent)
 
 
-def _gather(carrier: Carrier, own: PeerPower) -> list[PeerPower]:
+def _memory(device: torch.device) -> str:
+    """The memory that a device uses: the machine's, or that of one GPU, by the name it has only."""
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)  # pyright: ignore[reportUnknownMemberType]
+        return f"GPU {properties.uuid}"
+    return f"{device.type} of {socket.gethostname()}"
+
+
+def _gather(carrier: Carrier, own: _Member) -> list[PeerPower]:
     """Everybody's, by rank; speeds relative to the first one's."""
     said = [
         carrier.say(msgspec.json.encode(own) if rank == carrier.rank else None, rank)
         for rank in range(carrier.size)
     ]
-    powers = [msgspec.json.decode(words, type=PeerPower) for words in said]
-    first = powers[0].speed
-    # Two of one machine share its memory, and may share a name with peers of another.
-    hosts = [power.name.rpartition("-")[0] for power in powers]
-    return [
-        msgspec.structs.replace(
+    members = [msgspec.json.decode(words, type=_Member) for words in said]
+    first = members[0].power.speed
+    memories = [member.memory for member in members]
+
+    def seen_by_all(rank: int, power: PeerPower, memory: str) -> PeerPower:
+        # Peers of one machine may share a name with those of another.
+        host, free = power.name.rpartition("-")[0], power.memory_bytes
+        return msgspec.structs.replace(
             power,
-            name=f"{rank}-{hosts[rank]}",
+            name=f"{rank}-{host}",
             speed=power.speed / first,
-            memory_bytes=None
-            if power.memory_bytes is None
-            else power.memory_bytes // hosts.count(hosts[rank]),
+            memory_bytes=None if free is None else free // memories.count(memory),
         )
-        for rank, power in enumerate(powers)
-    ]
+
+    return [seen_by_all(rank, m.power, m.memory) for rank, m in enumerate(members)]

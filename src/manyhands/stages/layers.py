@@ -41,7 +41,8 @@ class Spec(NamedTuple):
         except (TypeError, ValueError) as error:
             name = getattr(self.kind, "__name__", repr(self.kind))
             raise UsageError(
-                f"{name} cannot be built with {dict(self.kwargs)!r}: {error}"
+                f"{name} cannot be built with {dict(self.kwargs)!r}: {error}",
+                hint="the second part of (class, kwargs, shape) are the arguments of the class",
             ) from error
 
     def outline(self) -> nn.Module:
@@ -71,7 +72,7 @@ def specs_of(model: Model) -> list[nn.Module | Spec]:
         )
     found = [_spec_of(index, child) for index, child in enumerate(children)]
     if not found:
-        raise UsageError("this model has no layers")
+        raise UsageError("this model has no layers", hint="a plan needs at least one")
     return found
 
 
@@ -164,7 +165,7 @@ def declared(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], tuple
 
     In `forward_order` a name that is no variable stands for what the layer before gave.
     """
-    takes = _names(module, "dependencies") or _names(module, "in_variables")
+    takes = one_of(type(module).__name__, *(_names(module, word) for word in TAKES))
     gives = _names(module, "out_variables")
     order = _names(module, "forward_order")
     if not order:
@@ -181,11 +182,30 @@ def declared(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], tuple
     return takes, gives, order if others else ("x", *order)
 
 
+TAKES = ("dependencies", "in_variables")
+"""The two words for what a layer takes."""
+
+
+def one_of(
+    who: str, dependencies: tuple[str, ...], in_variables: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The names of whichever is given. Raises VariableError where both are, and differ."""
+    if dependencies and in_variables and dependencies != in_variables:
+        raise VariableError(
+            f"{who} has dependencies={list(dependencies)} and in_variables={list(in_variables)}",
+            hint="these are two words for what a layer takes: use one of them",
+        )
+    return dependencies or in_variables
+
+
 def _names(module: nn.Module, attribute: str) -> tuple[str, ...]:
     given = getattr(module, attribute, None)
     if given is None or not isinstance(given, list | tuple):
         return ()
     names = tuple(cast("Sequence[Any]", given))
     if not all(isinstance(name, str) for name in names):
-        raise VariableError(f"{type(module).__name__}.{attribute} is {given!r}, not names")
+        raise VariableError(
+            f"{type(module).__name__}.{attribute} is {given!r}, not names",
+            hint=f'a list of texts is expected: {attribute} = ["skip"]',
+        )
     return cast("tuple[str, ...]", names)

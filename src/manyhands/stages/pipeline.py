@@ -37,7 +37,7 @@ from manyhands.stages.part import MakeOptimizer, Part
 from manyhands.stages.precision import casting, forget_casts, precision_of, said
 from manyhands.stages.recent import Recent
 from manyhands.stages.rehearsal import rehearse
-from manyhands.stages.resume import again, hint, named
+from manyhands.stages.resume import again, gone, hint, named
 from manyhands.stages.saving import Scheduler
 from manyhands.stages.schedule import picture
 from manyhands.stages.step import LossFn, LossIs, Step
@@ -99,6 +99,7 @@ class Pipeline:
         self._courses = Recent[Hashable, Course](MAX_COURSES)
         self._half: tuple[Step, Course] | None = None  # a forward without its backward
         self._broken: str | None = None  # why nothing goes on
+        self._num_gone = 1  # then: one at least cannot go on
         terms = Terms(
             plan=plan.to_json(),
             loss_fn=loss_fn is not None,
@@ -460,12 +461,14 @@ class Pipeline:
             raise  # Ctrl-C, or the end of the program
 
     def _break(self, reason: str) -> PlanBroken:
-        self._broken = named(reason, self.plan.peers)
+        self._broken, self._num_gone = named(reason, self.plan.peers), len(gone(reason)) or 1
         return PlanBroken(self._broken, hint=self._again())
 
     def _again(self) -> str:
         saved = self._saved is not None
-        command = again(len(self.plan.peers), os.environ, sys.argv, saved=saved)
+        command = again(
+            len(self.plan.peers), os.environ, sys.argv, num_gone=self._num_gone, saved=saved
+        )
         return hint(command, self._saved)
 
     def __enter__(self) -> Self:

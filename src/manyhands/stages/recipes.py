@@ -96,7 +96,10 @@ def _name(kind: type) -> str:
 def _pack(value: object, said: str, depth: int = 0) -> Any:  # noqa: ANN401
     kind = type(value)
     if kind is int and not -(1 << 63) <= cast("int", value) < 1 << 63:
-        raise UsageError(f"{said} is an integer of more than 64 bits")
+        raise UsageError(
+            f"{said} is an integer of more than 64 bits",
+            hint="smaller ones can be sent to a worker",
+        )
     if kind in _SCALARS:
         return value
     if depth < _MAX_DEPTH:

@@ -8,16 +8,23 @@ from collections.abc import Mapping, Sequence
 
 from manyhands.core.address import redact
 
+_RANK = re.compile(r"\brank (\d+) \(")
+
 
 def again(
-    num_peers: int, environ: Mapping[str, str], arguments: Sequence[str], *, saved: bool = True
+    num_peers: int,
+    environ: Mapping[str, str],
+    arguments: Sequence[str],
+    *,
+    num_gone: int = 1,
+    saved: bool = True,
 ) -> str:
-    """The command that starts this program once more, for one peer less than these.
+    """The command that starts this program once more, for those of these peers who are not gone.
 
     Of a launcher that started only some of them nobody here knows which are left: its command is
     said as it was, for the machines that are.
     """
-    left = str(max(1, num_peers - 1))
+    left = str(max(1, num_peers - num_gone))
     said = environ.get("MANYHANDS_AGAIN")
     if said is not None:
         words = shlex.split(said)
@@ -45,9 +52,15 @@ def hint(command: str, saved: tuple[str, int] | None) -> str:
     )
 
 
+def gone(reason: str) -> set[int]:
+    """The ranks that a link says are gone; none, if it says something else."""
+    names, died, _ = reason.partition(" is gone")
+    return {int(rank) for rank in _RANK.findall(names)} if died else set()
+
+
 def named(reason: str, peers: Sequence[str]) -> str:
     """Links speak of ranks: with which peers of the plan these are."""
-    ranks = {int(rank) for rank in re.findall(r"\brank (\d+) \(", reason)}
+    ranks = {int(rank) for rank in _RANK.findall(reason)}
     legend = ", ".join(
         f"rank {rank} is peer {peers[rank]}" for rank in sorted(ranks) if rank < len(peers)
     )

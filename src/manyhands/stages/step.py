@@ -194,7 +194,10 @@ class Step:
         """A microbatch's rows of them, by name. Raises UsageError."""
         names, span = self._course.output_names(), self._course.output_spans[microbatch]
         if len(gradients) != len(names):
-            raise UsageError(f"{len(gradients)} gradients for {len(names)} outputs")
+            raise UsageError(
+                f"{len(gradients)} gradients for {len(names)} outputs",
+                hint="give backward() one for each tensor that forward() returned",
+            )
         parts = zip(names, gradients, strict=True)
         return {name: gradient[span].to(self._device) for name, gradient in parts}
 

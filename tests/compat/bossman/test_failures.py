@@ -316,6 +316,35 @@ def test_a_worker_with_the_token_comes_in_by_tls_and_without_it_does_not(hands):
     assert "TLS" in hands.log("plain")
 
 
+def test_beyond_loopback_both_sides_say_insecure(hands):
+    """0.0.0.0 is this machine, and by its name no loopback."""
+    anywhere = {"MODEL_HOST": "0.0.0.0"}
+    hands.start("shy", **anywhere)
+    assert hands.code("shy") == 2
+    assert "MODEL_TOKEN is not set" in hands.log("shy")
+    hands.start("a", "--insecure", **anywhere)
+
+    async def main():
+        crew = await BossMan.setup_host(1, host="0.0.0.0", insecure=True, timeout_s=60)
+        assert crew.address.insecure
+        async with BossMan(crew, MODEL, seed=5) as boss:
+            await boss.distribute_model()
+            x = batches(1)[0][0]
+            assert torch.equal((await boss.forward(x, {})).detach(), Alone(MODEL).forward(x))
+
+    asyncio.run(main())
+    assert hands.code("a") == 0, hands.log("a")
+
+
+def test_a_worker_that_alone_says_insecure_does_not_get_in(hands):
+    with Crew(Hub("127.0.0.1:0"), 1) as crew:
+        point = {"MODEL_HOST": "0.0.0.0", "MODEL_PORT": str(crew.address.port)}
+        hands.start("a", "--insecure", **point)
+        assert hands.code("a") == 1
+        assert len(crew) == 0
+    assert "TLS" in hands.log("a")
+
+
 def test_without_a_boss_a_worker_says_so(hands):
     hands.start("a", "--wait", "0.3")
     assert hands.code("a") == 1

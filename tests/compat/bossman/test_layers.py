@@ -8,8 +8,8 @@ from manyhands.compat.bossman import wrapped_linear
 from manyhands.compat.bossman.cost import cost_of
 from manyhands.compat.bossman.variables import variables_of
 from manyhands.core.errors import UsageError
-from manyhands.stages.layers import Spec, specs_of
-from manyhands.stages.variables import VariableError
+from manyhands.stages.layers import Running, Spec, specs_of
+from manyhands.stages.variables import Scope, VariableError
 
 
 def test_costs_are_counted_without_the_layer():
@@ -57,6 +57,24 @@ def test_variables_are_found_with_givers_and_takers():
     ) == {"a": (0, (1, 3)), "b": (0, (3,)), "mask": (None, (3,))}
 
 
+def test_in_variables_is_the_same_word():
+    model = [linear(out_variables=["a"]), linear(in_variables=["a"]), linear(dependencies=["a"])]
+    assert variables(*model) == {"a": (0, (1, 2))}
+
+
+def test_wrapped_linear_takes_either_word():
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    x, skip = torch.randn(2, 3, 4)
+    for word in ("dependencies", "in_variables"):
+        layer = specs_of([linear(**{word: ["a"]})])[0].build()
+        layer.load_state_dict(plain.state_dict())
+        scope = Scope({"a": skip})
+        found = Running(layer, 0, "layer").run(x, scope)
+        assert torch.equal(found, plain(x) + skip)
+        assert list(scope.popped) == ["a"]
+
+
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
@@ -70,6 +88,14 @@ def test_variables_are_found_with_givers_and_takers():
         ),
         ([linear(dependencies=["a"], out_variables=["a"])], "layer 0 .* takes 'a', which layer 0"),
         ([linear(out_variables=["a"]), linear()], "layer 0 .* gives 'a', and no layer takes it"),
+        (
+            [linear(in_variables=["a"]), linear(out_variables=["a"])],
+            "layer 0 .* takes 'a', which layer 1",
+        ),
+        (
+            [linear(dependencies=["a"], in_variables=["b"])],
+            r"layer 0 .*dependencies=\['a'\] and in_variables=\['b'\]",
+        ),
     ],
 )
 def test_wrong_variables_are_named_with_their_layers(layers, words):

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.compat.bossman import BossMan, wrapped_linear
 from manyhands.core.errors import UsageError
 from manyhands.stages.layers import Running, Spec, build
 from manyhands.stages.moves import cut_batch
+from manyhands.stages.values import carried_name
 from manyhands.stages.variables import Scope, VariableError, scoped
 from tests.stages.cases import Masked
 
@@ -121,7 +123,8 @@ def test_loop_and_train_step_give_the_run_of_one_process(hands):
                 assert found == loss
             equal(await boss.state_dict(), alone.model)
             assert ("a", 1, 2) in sent_by(boss)
-            for schedule, microbatches in [("afab", 1), ("1f1b", 4), ("1f1b", 3), ("1f1b", 9)]:
+            kinds = [("afab", 1), ("1f1b", 4), ("1f1b", 3), ("1f1b", 9), ("interleaved", 4)]
+            for schedule, microbatches in kinds:
                 for x, y in batches(2):
                     wanted = alone.step(x, y, microbatches)
                     loss = await boss.train_step(x, y, F.mse_loss, microbatches, schedule)
@@ -135,6 +138,59 @@ def test_loop_and_train_step_give_the_run_of_one_process(hands):
 
     asyncio.run(main())
     hands.finish()
+
+
+def test_the_boss_has_inputs_outputs_and_their_gradients_and_nothing_else(hands, monkeypatch):
+    """What is between the workers goes from one to the other, and the boss's peer has no part."""
+    seen = []
+    watch(monkeypatch, seen)
+    hands.start("a")
+    hands.start("b")
+    (x, y), *_ = batches(1)
+
+    async def main():
+        async with await distributed(2, MODEL, seed=SEED) as boss:
+            await loop(boss, x, y)  # the first one is rehearsed
+            await boss.train_step(x, y, F.mse_loss, 4)
+            seen.clear()
+            await loop(boss, x, y)
+            assert tensors(seen) == [("recv", 2, (8, 2)), ("send", 1, (8, 3)), ("send", 2, (8, 2))]
+            seen.clear()
+            await boss.train_step(x, y, F.mse_loss, 4)
+            wanted = [("recv", 2, (2, 2)), ("send", 1, (2, 3)), ("send", 2, (2, 2))]
+            assert tensors(seen) == sorted(wanted * 4)
+            # Beside these: openings and votes.
+            assert max(tensor.nbytes for _, _, tensor in seen) <= 512
+            first, between, last = (carried_name(stage, 0) for stage in range(3))
+            assert sent_by(boss) == {
+                *((first, 0, 1), (last, 2, 0), (last, 0, 2)),
+                *((between, 1, 2), (between, 2, 1), ("a", 1, 2), ("a", 2, 1)),
+            }
+
+    asyncio.run(main())
+    hands.finish()
+
+
+def watch(monkeypatch, seen):
+    """All that this process, which is the boss's, has a group of peers carry."""
+
+    def record(name):
+        usual = getattr(ManyhandsGroup, name)
+
+        def recorded(group, tensors, *rest):
+            seen.append((name, rest[0] if rest else None, tensors[0]))
+            return usual(group, tensors, *rest)
+
+        monkeypatch.setattr(ManyhandsGroup, name, recorded)
+
+    for name in ("send", "recv", "allreduce", "broadcast"):
+        record(name)
+
+
+def tensors(seen):
+    """What went to one peer or came from one: where, and of which shape. Sorted."""
+    direct = [row for row in seen if row[0] in ("send", "recv")]
+    return sorted((name, peer, tuple(tensor.shape)) for name, peer, tensor in direct)
 
 
 def test_modes_extra_inputs_and_forwards_that_do_not_return(hands):

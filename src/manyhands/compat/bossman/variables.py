@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from manyhands.stages.layers import Spec
+from manyhands.stages.layers import TAKES, Spec, one_of
 from manyhands.stages.variables import VariableError
 
 
@@ -17,7 +17,8 @@ class Variable(NamedTuple):
 
 
 def variables_of(specs: Sequence[Spec]) -> dict[str, Variable]:
-    """By name. Raises VariableError for one that is given twice, taken too early, or never.
+    """By name. Raises VariableError for one that is given twice, taken too early, or never, and for
+    a layer that names what it takes in two ways.
 
     Layers that say their names elsewhere than in their arguments are looked at with the first
     batch, on the workers.
@@ -33,7 +34,7 @@ def variables_of(specs: Sequence[Spec]) -> dict[str, Variable]:
                     hint="give each variable a name of its own",
                 )
             given[name] = index
-        for name in _names(spec, "dependencies") or _names(spec, "in_variables"):
+        for name in one_of(_said(specs, index), *(_names(spec, word) for word in TAKES)):
             taken.setdefault(name, []).append(index)
     for name, giver in given.items():
         takers = taken.get(name)
