@@ -45,6 +45,7 @@ from harness import (
     memory_of,
     peaks_of,
     quantile,
+    store,
     tls_broker,
 )
 
@@ -441,7 +442,7 @@ def main() -> None:
     show(rows)
     if args.json:
         result = {"bench": "allreduce", "machine": machine(), "rows": rows}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        store(args.json, result, asked=args.link.split(","))
 
 
 def add_ratios(rows: list[dict]) -> None:

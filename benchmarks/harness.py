@@ -49,6 +49,26 @@ def cpu_of(pids: list[int]) -> float:
     return total
 
 
+def store(target: Path, result: dict, asked: Sequence[str]) -> Path:
+    """Write a result; where to, is returned.
+
+    Rows of links that were `asked` for and could not be run are not lost with it: if the file has
+    any, it stays as it is, and the result is written beside it.
+    """
+    told = {row["link"] for row in result["rows"]}
+    before = json.loads(target.read_text())["rows"] if target.exists() else []
+    lost = sorted({row["link"] for row in before if row["link"] in asked} - told)
+    if lost:
+        kept, target = target, target.with_suffix(f".without-{'-'.join(lost)}.json")
+        print(
+            f"\n{'*' * 79}\n{kept} STAYS AS IT WAS: it has rows of {', '.join(lost)}, and this run "
+            f"has none.\nThis run is in {target}.\n{'*' * 79}",
+            file=sys.stderr,
+        )
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    return target
+
+
 def quantile(values: list[float], q: float) -> float:
     """Of sorted values."""
     return values[min(len(values) - 1, round(q * (len(values) - 1)))]

@@ -12,8 +12,8 @@ One model (convolutions of equal cost, fp32), one batch size, SGD, one torch thr
 Each way has processes of its own that stay alive and take turns of some steps each. A step counts
 as long as its slowest peer took, on a GPU until it has finished. `bubble`: the part of the steps'
 time in which a peer used no CPU, so waited (null on a GPU, where that says nothing);
-`bubble_in_theory` is that of the schedule, whose messages take no time. `difference_to_plain`: the most that a parameter differs at the end from plain's, who
-saw the same batches.
+`bubble_in_theory` is that of the schedule, whose messages take no time. `difference_to_plain`: the
+most that a parameter differs at the end from plain's, who saw the same batches.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ from harness import (
     memory_of,
     peaks_of,
     quantile,
+    store,
 )
 
 from manyhands.core.address import HubAddress, parse_address
@@ -432,7 +433,7 @@ def main() -> None:
     show(rows)
     if args.json:
         result = {"bench": "train", "machine": machine(), "rows": rows}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        store(args.json, result, asked=args.link.split(","))
     if wrong := [row for row in rows if not is_right(row, rows)]:
         sys.exit(f"{len(wrong)} of {len(rows)} rows trained something else than they should")
 

@@ -130,23 +130,19 @@ def allreduce(result: dict) -> list[str]:
 
 
 def ddp(result: dict) -> list[str]:
-    """Steps a second, and how many times gloo's."""
+    """Steps a second of a turn, and how many times gloo's."""
     rows = {(r["link"], r["peers"], r["parameters"]): r for r in result["rows"]}
     cells = sorted({key[1:] for key in rows}, key=lambda cell: (cell[1], cell[0]))
     head = [f"{ranks} ranks, {parameters / 1e6:.0f} M parameters" for ranks, parameters in cells]
-    lines = ["Steps a second, and times gloo's of the same run:", "", *_head("", head)]
+    lines = [
+        "Steps a second, median of turns (p10 to p90), and times gloo's of the same run:",
+        "",
+        *_head("", head),
+    ]
     for backend, name in (("gloo", "gloo"), ("hub", "hub without TLS"), ("amqp", "RabbitMQ")):
         found = [rows.get((backend, *cell)) for cell in cells]
         if any(found):
-            lines.append(
-                _row(
-                    name,
-                    [
-                        "" if r is None else f"{r['steps_per_s']:.1f}, {r['ratio_to_gloo']:.2f}x"
-                        for r in found
-                    ],
-                )
-            )
+            lines.append(_row(name, [_steps(row) for row in found]))
     return lines
 
 
@@ -244,6 +240,15 @@ def cluster(result: dict) -> list[str]:
             [milliseconds(slowest), ""],
         ),
     ]
+
+
+def _steps(row: dict | None) -> str:
+    if row is None:
+        return ""
+    rates = sorted(row["turn_steps_per_s"])
+    low, high = (rates[round(q * (len(rates) - 1))] for q in (0.1, 0.9))
+    rate = f"{row['steps_per_s']:.1f} ({low:.1f} to {high:.1f})"
+    return rate + (f", {row['ratio_to_gloo']:.2f}x" if row["ratio_to_gloo"] else "")
 
 
 def _rate(row: dict | None) -> str:

@@ -19,6 +19,7 @@ from manyhands.testing.processes import end_all, end_tree, is_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 ROW = {"link", "tls", "peers", "median_s", "p10_s", "p90_s", "cpu_s"}
@@ -82,6 +83,36 @@ def test_allreduce_of_hivemind(tmp_path: Path) -> None:
     options = ["--link", "gloo,hivemind", "--peers", "2", "--mbytes", "1", "--turns", "1"]
     rows = rows_of(tmp_path, "allreduce", *options, keys=AVERAGING)
     assert [row["link"] for row in rows] == ["gloo", "hivemind"]
+
+
+@pytest.mark.parametrize("asked", ["gloo,hub,hivemind", "gloo,hub"])
+def test_rows_of_what_could_not_be_run_are_not_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str
+) -> None:
+    """As those of hivemind where it is not installed; whoever does not ask for them, knows."""
+    harness = module_of("harness")
+    target = tmp_path / "allreduce.json"
+    rows = [{"link": link} for link in ("gloo", "hub", "hivemind")]
+    assert harness.store(target, {"rows": rows}, asked.split(",")) == target
+    again = {"rows": rows[:2]}
+    beside = harness.store(target, again, asked.split(","))
+    assert json.loads(beside.read_text()) == again
+    said = capsys.readouterr().err
+    if "hivemind" in asked:
+        assert json.loads(target.read_text())["rows"] == rows
+        assert f"{target} STAYS AS IT WAS: it has rows of hivemind" in said
+        assert str(beside) in said
+    else:
+        assert beside == target
+        assert said == ""
+
+
+def module_of(name: str) -> ModuleType:
+    """A file of the benchmarks, which are no package."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_ddp(tmp_path: Path) -> None:

@@ -43,6 +43,14 @@ def url(request, hub):
     return "local://" if request.param == "local" else f"{hub.address}?insecure=1"
 
 
+@pytest.fixture(params=("local", "hub", "amqp"), scope="module")  # as the hub
+def every_url(request, hub):
+    """With the links that codecs and their feedback are carried by: all of them."""
+    if request.param == "amqp":
+        return request.getfixturevalue("broker").url()
+    return "local://" if request.param == "local" else f"{hub.address}?insecure=1"
+
+
 @pytest.fixture
 def taken(monkeypatch) -> list:
     """The blocks that are in use."""
@@ -206,9 +214,9 @@ class TestAverages:
                     torch.testing.assert_close(mean[1], exact / sum(weights), rtol=0, atol=1e-12)
 
     @pytest.mark.parametrize("wire", WIRES)
-    def test_every_codec(self, url, wire):
+    def test_every_codec(self, every_url, wire):
         like = [torch.empty(40_000), torch.empty(300, dtype=torch.float64), torch.empty(5).half()]
-        with Group(url, 3, like, wire=wire) as group:
+        with Group(every_url, 3, like, wire=wire) as group:
             for round_ in range(2):
                 given = [random_like(like, 10 * round_ + k) for k in range(3)]
                 mean = group.results(group.round(given, [1.0, 2.0, 3.0]))
@@ -221,12 +229,12 @@ class TestAverages:
                     far = (result.double() - expected).abs().max()
                     assert far <= max(error, half) * largest, (wire, index, far)
 
-    def test_what_int8_leaves_out_is_sent_with_the_next_round(self, url):
+    def test_what_int8_leaves_out_is_sent_with_the_next_round(self, every_url):
         """Over many rounds the error does not grow: each sender keeps what it owes."""
         like = [torch.empty(5_000)]
         given = [random_like(like, k) for k in range(2)]
         exact = (given[0][0] + given[1][0]) / 2
-        with Group(url, 2, like, wire="int8") as group:
+        with Group(every_url, 2, like, wire="int8") as group:
             total = torch.zeros(5_000)
             for _ in range(20):
                 total += group.results(group.round(given, [1.0, 1.0]))[0]
@@ -382,10 +390,10 @@ class TestContributing:
             assert parts == sorted(2 * [k for k in range(layout.num_parts) if k % 2 == 0])
 
     @pytest.mark.parametrize("wire", ["fp32", "int8"])
-    def test_in_buckets_or_not_gives_the_same_bits(self, url, wire):
+    def test_in_buckets_or_not_gives_the_same_bits(self, every_url, wire):
         results = []
         for buckets in (False, True):
-            with Group(url, 2, self.LIKE, wire=wire) as group:
+            with Group(every_url, 2, self.LIKE, wire=wire) as group:
                 for round_ in range(2):
                     for place in range(2):
                         tensors = random_like(self.LIKE, 10 * round_ + place)

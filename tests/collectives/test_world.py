@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from manyhands.collectives.machine import RoundMachine
+from tests.collectives import world, world_directed, world_waits
 from tests.collectives import world_mutants as broken
 from tests.collectives.world import Violation, World
 from tests.collectives.world_directed import (
@@ -30,6 +34,7 @@ from tests.collectives.world_directed import (
     Widows,
 )
 
+ROOT = Path(__file__).parents[2]
 BLOCK = 1000
 BLOCKS = 10  # of each mode
 INTERESTING = (
@@ -55,52 +60,54 @@ def test_the_invariants_hold(block, unordered):
     assert not missing, f"these never happened, so nothing is known about them: {missing}"
 
 
-MUTATIONS = [  # (what is broken, where it shows, schedules within which it must)
-    (broken.KeepsTheResultUntilTheNextRoundStarts, LostQueues, 300),
-    (broken.TakesResultsAfterItsStatus, LastWords, 20),
-    (broken.GoesOnFromResultsAfterItsStatus, LastWords, 20),
-    (broken.DecidesByMajority, World, 100),
-    (broken.IgnoresTags, World, 100),
-    (broken.SharesByItsOwnKnowledgeOfSpeeds, World, 100),
-    (broken.AdmitsByView, World, 100),
-    (broken.RefusesForItsOwnPartAlone, World, 100),
-    (broken.ExitsAfterTheLastRealRound, World, 100),
-    (broken.SharesOutTheWholeRoundAgain, World, 200),
-    (broken.LeadsWithAnOldView, ComingAndGoing, 800),
-    (broken.CommitsWithoutALease, Sniper, 300),
-    (broken.CommitsWithoutEvidence, World, 300),
-    (broken.TrustsItsLeaseWhenAlone, World, 300),
-    (broken.GoesByARecordThatDidNotKnow, ComingAndGoing, 200),
-    (broken.ConcludesAlthoughOthersAreThere, Starved, 50),
-    (broken.TakesPartZeroForAll, World, 50),
-    (broken.TrustsItsOwnStateAtTheFirstRecord, Resumed, 50),
-    (broken.AsksOnceWhateverIsLost, World, 800),
-    (broken.ForgetsWhoWasServed, World, 2000),
-    (broken.TakesResultsFromAnybody, Liars, 50),
-    (broken.AveragesWithAnybody, Strangers, 50),
-    (broken.GoesByTheRecordOfAnotherRun, Resumed, 50),
-    (broken.ClosesWithThoseOfAnotherRun, Resumed, 300),
-    (RoundMachine, LetsAnybodyGoQuietly, 800),
-    (broken.ReleasesDuringACut, TwoLeavers, 150),
-    (broken.WaitsForThoseWhoAreGone, Orphaned, 200),
-    (broken.OverlooksThatOthersTookOver, Overtaken, 50),
-    (broken.ReportsWhatALostGenerationLeft, Haunted, 200),
-    (broken.TakesAnyFill, World, 100),
-    (broken.TakesPartsFromFarAhead, Hurriers, 50),
-    (broken.KeepsResultsOfOtherAttempts, World, 100),
-    (broken.NeverMissesARound, Starved, 50),
-    (broken.WaitsForARecordThatIsLost, Starved, 50),
-    (broken.LeavesBeforeItsLastRoundIsStable, Widows, 50),
-    (broken.ForgetsWhoDied, Deadly, 50),
-    (broken.CountsTheDeathsItHasSeen, Deadly, 800),
-    (broken.TakesTheUninformedForDead, Deadly, 200),
-    (broken.MovesClaimsInSilence, Shaken, 400),
-    (broken.ForgetsMovesAtACut, Shaken, 400),
-    (broken.AsksThoseWhoWereRefused, Redoing, 100),
-    (broken.StopsForWhatItSawRefused, Stopping, 300),
-    (broken.CountsResyncsAsRounds, Divided, 300),
-    (broken.AnybodyGivesItsState, Divided, 800),
-    (broken.ServesAStateOfTwoClasses, Divided, 300),
+MUTATIONS = [  # (what is broken, where it shows, schedules within which it must, what it breaks)
+    (broken.KeepsTheResultUntilTheNextRoundStarts, LostQueues, 300, "I5"),
+    (broken.TakesResultsAfterItsStatus, LastWords, 20, "I10"),
+    (broken.GoesOnFromResultsAfterItsStatus, LastWords, 20, "I10"),
+    (broken.DecidesByMajority, World, 100, "I5"),
+    (broken.DecidesAlone, LostQueues, 100, "I1 I4 I5 I11"),
+    (broken.IgnoresTags, World, 100, "I10"),
+    (broken.SharesByItsOwnKnowledgeOfSpeeds, World, 100, "I6"),
+    (broken.AdmitsByView, World, 100, "I5"),
+    (broken.RefusesForItsOwnPartAlone, World, 100, "I2"),
+    (broken.ExitsAfterTheLastRealRound, World, 100, "I9"),
+    (broken.SharesOutTheWholeRoundAgain, World, 200, "I3"),
+    (broken.LeadsWithAnOldView, ComingAndGoing, 800, "I10"),
+    (broken.CommitsWithoutALease, Sniper, 300, "I8"),
+    (broken.CommitsWithoutEvidence, World, 300, "I10"),
+    (broken.TrustsItsLeaseWhenAlone, World, 300, "I8"),
+    (broken.GoesByARecordThatDidNotKnow, ComingAndGoing, 200, "I10"),
+    (broken.ConcludesAlthoughOthersAreThere, Starved, 50, "I10"),
+    (broken.TakesPartZeroForAll, World, 50, "I1 I3"),
+    (broken.TrustsItsOwnStateAtTheFirstRecord, Resumed, 50, "I9"),
+    (broken.AsksOnceWhateverIsLost, World, 800, "I10"),
+    (broken.ForgetsWhoWasServed, World, 2000, "I10"),
+    (broken.TakesResultsFromAnybody, Liars, 50, "I1 I2"),
+    (broken.AveragesWithAnybody, Strangers, 50, "I12"),
+    (broken.GoesByTheRecordOfAnotherRun, Resumed, 50, "I3"),
+    (broken.ClosesWithThoseOfAnotherRun, Resumed, 300, "I9"),
+    (RoundMachine, LetsAnybodyGoQuietly, 800, "I10"),
+    (broken.ReleasesDuringACut, TwoLeavers, 150, "I10"),
+    (broken.WaitsForThoseWhoAreGone, Orphaned, 200, "I10"),
+    (broken.OverlooksThatOthersTookOver, Overtaken, 50, "I10"),
+    (broken.TakesOverInSilence, World, 200, "I7"),
+    (broken.ReportsWhatALostGenerationLeft, Haunted, 200, "I5"),
+    (broken.TakesAnyFill, World, 100, "I13"),
+    (broken.TakesPartsFromFarAhead, Hurriers, 50, "I13"),
+    (broken.KeepsResultsOfOtherAttempts, World, 100, "I13"),
+    (broken.NeverMissesARound, Starved, 50, "I10"),
+    (broken.WaitsForARecordThatIsLost, Starved, 50, "I10"),
+    (broken.LeavesBeforeItsLastRoundIsStable, Widows, 50, "I9"),
+    (broken.ForgetsWhoDied, Deadly, 50, "I14"),
+    (broken.CountsTheDeathsItHasSeen, Deadly, 800, "I14"),
+    (broken.TakesTheUninformedForDead, Deadly, 200, "I14"),
+    (broken.MovesClaimsInSilence, Shaken, 400, "I6"),
+    (broken.ForgetsMovesAtACut, Shaken, 400, "I6"),
+    (broken.AsksThoseWhoWereRefused, Redoing, 100, "I10"),
+    (broken.StopsForWhatItSawRefused, Stopping, 300, "I15"),
+    (broken.CountsResyncsAsRounds, Divided, 300, "I3"),
+    (broken.AnybodyGivesItsState, Divided, 800, "I16"),
+    (broken.ServesAStateOfTwoClasses, Divided, 300, "I16"),
 ]
 DIRECTED = (
     LostQueues, ComingAndGoing, Sniper, Liars, Hurriers, Strangers, Resumed,
@@ -110,10 +117,7 @@ AMBUSHES = (LastWords, Widows, TwoLeavers, Starved, Orphaned, Overtaken, Haunted
 
 
 def first_violation(machine, world, schedules):
-    """Which schedule breaks an invariant, counted from 1, and how; None if none does.
-
-    Only invariants count: a mutant that trips over itself says nothing about the protocol.
-    """
+    """Which schedule breaks something, counted from 1, and how; None if none does."""
     for n in range(schedules):
         try:
             world(n // 2, machine=machine, unordered=bool(n % 2)).run()
@@ -122,15 +126,44 @@ def first_violation(machine, world, schedules):
     return None
 
 
+def broken_by(machine, world, schedules, wanted):
+    """Of the wanted invariants those that these schedules break: in which one first, and how.
+
+    Only what names an invariant counts: a mutant that trips over itself says nothing about the
+    protocol.
+    """
+    found = {}
+    for n in range(schedules):
+        try:
+            world(n // 2, machine=machine, unordered=bool(n % 2)).run()
+        except Violation as violation:
+            number = re.match(r"I\d+\b", str(violation))
+            if number is not None and number[0] in wanted:
+                found.setdefault(number[0], f"in schedule {n + 1}: {violation}")
+                if wanted == found.keys():
+                    break
+    return found
+
+
 @pytest.mark.parametrize(
-    ("machine", "world", "schedules"),
+    ("machine", "world", "schedules", "breaks"),
     MUTATIONS,
-    ids=[(w if m is RoundMachine else m).__name__ for m, w, _ in MUTATIONS],
+    ids=[(w if m is RoundMachine else m).__name__ for m, w, *_ in MUTATIONS],
 )
-def test_a_broken_rule_is_noticed(machine, world, schedules):
-    found = first_violation(machine, world, schedules)
-    assert found is not None
-    print("noticed in schedule {}: {}".format(*found))
+def test_a_broken_rule_breaks_these_invariants(machine, world, schedules, breaks):
+    wanted = set(breaks.split())
+    found = broken_by(machine, world, schedules, wanted)
+    print(*found.values(), sep="\n")
+    assert wanted == found.keys()
+
+
+def test_every_invariant_has_a_check_and_every_check_is_tripped_by_some_broken_rule():
+    modules = (world, world_directed, world_waits)
+    texts = [Path(module.__file__).read_text() for module in modules]
+    checked = {number for text in texts for number in re.findall(r"""["'](I\d+)\b""", text)}
+    promised = re.findall(r"^- (I\d+) ", (ROOT / "docs/rounds.md").read_text(), flags=re.M)
+    assert checked == set(promised)
+    assert checked == {number for *_, breaks in MUTATIONS for number in breaks.split()}
 
 
 @pytest.mark.parametrize("world", DIRECTED)

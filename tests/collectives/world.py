@@ -38,7 +38,10 @@ DEAD = (None, i.StopReason.EXCLUDED)  # how peers have stopped that the others t
 
 
 class Violation(Exception):
-    """An invariant does not hold; the text starts with its number."""
+    """An invariant does not hold; the text starts with its number.
+
+    Without one it is the contract with the data plane that was broken (see `instructions`).
+    """
 
 
 class Round(NamedTuple):
@@ -246,7 +249,9 @@ class World:
         key, values = None, None
         match message:
             case m.Part():
-                self.require(message.ranges == peer.bank, "the bank is not what the Part says")
+                self.require(
+                    message.ranges == peer.bank, "I3 a Part has other samples than it says"
+                )
                 # Only the owner of the last part can see that the values are poisoned.
                 values = message.k == self.num_parts - 1 and self.poisoned(peer, message)
                 message = msgspec.structs.replace(message, weight=float(len(message.ranges)))
@@ -333,7 +338,7 @@ class World:
 
     def conclude(self, peer, alone, queue):
         """The values of such a round are nowhere but at this peer, and must never be asked for."""
-        self.require(alone.part.ranges == peer.bank, "the bank is not what the Part says")
+        self.require(alone.part.ranges == peer.bank, "I3 a Part has other samples than it says")
         weight = float(len(alone.part.ranges))
         head = msgspec.structs.replace(alone.sum, weight=weight)
         self.closing[alone.part.round, alone.part.attempt] = peer.machine.record.closing

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from manyhands.collectives.book import Book
-from manyhands.collectives.instructions import AddUp, Send, StopReason
+from manyhands.collectives.instructions import AddUp, Generation, Send, StopReason
 from manyhands.collectives.machine import RoundMachine
 from manyhands.collectives.messages import Fill
 from manyhands.collectives.ranges import EMPTY, Ranges
@@ -75,6 +75,15 @@ class OverlooksThatOthersTookOver(RoundMachine):
         return False
 
 
+class TakesOverInSilence(RoundMachine):
+    """As if what the dead had called stable were not lost."""
+
+    def _emit(self, *instructions):
+        super()._emit(*instructions)
+        if any(isinstance(one, Generation) for one in instructions):
+            self.generation = self._verdict.generation
+
+
 class ReportsWhatALostGenerationLeft(RoundMachine):
     def _status(self):
         generation, self.generation = self.generation, NO_VIEW
@@ -127,6 +136,11 @@ class LeavesBeforeItsLastRoundIsStable(RoundMachine):
 class DecidesByMajority(RoundMachine):
     def _all_heard(self, heard):
         return 2 * len(heard) > len(self.participants)
+
+
+class DecidesAlone(RoundMachine):
+    def _all_heard(self, heard):
+        return self.me in heard
 
 
 class IgnoresTags(RoundMachine):

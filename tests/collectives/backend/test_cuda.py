@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -131,6 +132,93 @@ except RuntimeError as error:
 """
 
 
+# A whole step of DDP asks nothing of the CPU: whatever of torch waits for the GPU raises. The mode
+# holds for all threads, also those that copy results back. It does not see a wait for an event: our
+# code has one, for a bucket to be in pinned memory before it leaves, and that is on a thread which
+# nobody else needs.
+STEP = """
+import json, sys, threading, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+rank, world, url = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.cuda.set_device(0)
+dist.init_process_group("manyhands", init_method=url, rank=rank, world_size=world)
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024), torch.nn.ReLU(),
+    torch.nn.Linear(1024, 10)
+).cuda()
+wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank)).cuda()
+losses = []
+
+def step():
+    optimizer.zero_grad()
+    loss = wrapped(inputs).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+
+for _ in range(12):  # after the first, buckets are made anew; in ten, DDP takes times of its own
+    step()
+torch.cuda.synchronize()
+
+waited, synchronize = [], torch.cuda.Event.synchronize
+
+def watched(event):
+    waited.append(threading.current_thread().name)
+    synchronize(event)
+
+torch.cuda.Event.synchronize = watched
+torch.cuda.set_sync_debug_mode("error")
+for _ in range(5):
+    step()
+try:
+    losses[-1].item()
+    caught = ""
+except RuntimeError as error:
+    caught = str(error)
+torch.cuda.set_sync_debug_mode("default")
+torch.cuda.Event.synchronize = synchronize
+facts = {"caught": caught, "waited": waited, "losses": [loss.item() for loss in losses]}
+total = torch.stack([p.double().abs().sum() for p in model.parameters()]).sum()
+facts["sum"] = total.item().hex()
+dist.destroy_process_group()
+print(json.dumps(facts))
+"""
+
+# A rank that dies in the middle of a backward pass, between buckets.
+KILLED = """
+import json, os, signal, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+rank, world, url = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.cuda.set_device(0)
+dist.init_process_group("manyhands", init_method=url, rank=rank, world_size=world)
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024), torch.nn.ReLU(),
+    torch.nn.Linear(1024, 10)
+).cuda()
+wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+inputs = torch.randn(16, 64, device="cuda")
+
+def die(_):
+    torch.cuda.synchronize()  # its copies are under way
+    os.kill(os.getpid(), signal.SIGKILL)
+
+for step in range(100):
+    if step == 3:  # else sums that it owes of the last step may die with it
+        dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
+    if rank == 1 and step == 3:
+        model[0].weight.register_hook(die)
+    try:
+        wrapped(inputs).pow(2).mean().backward()
+    except RuntimeError as error:
+        print(json.dumps({"text": str(error), "step": step}))
+        break
+"""
+
+
 def run_two(program: str, folder) -> list[tuple[int, dict, str]]:
     """As two ranks, over a hub: how each has ended, the facts it printed, its errors."""
     (folder / "program.py").write_text(program)
@@ -178,3 +266,27 @@ def test_a_device_that_fails_is_an_error_on_the_other_rank(tmp_path):
     assert "rank 1 (rank-1" in fact["text"]
     assert "gave up: `all_reduce` failed on rank 1: " in fact["text"]
     assert fact["took_s"] < 10.0
+
+
+def test_a_step_of_ddp_waits_for_the_gpu_nowhere(tmp_path):
+    ends = run_two(STEP, tmp_path)
+    for status, _, stderr in ends:
+        assert status == 0, stderr
+    facts = [fact for _, fact, _ in ends]
+    print(facts)
+    for fact in facts:
+        assert "synchroniz" in fact["caught"]  # the mode would have said so
+        assert fact["waited"]
+        assert all(name.startswith("complete ") for name in fact["waited"]), fact["waited"]
+        assert fact["losses"][-1] < fact["losses"][0]
+    assert facts[0]["sum"] == facts[1]["sum"]
+
+
+def test_killed_in_a_backward_pass(tmp_path):
+    (status, fact, stderr), (victim, _, _) = run_two(KILLED, tmp_path)
+    assert victim == -signal.SIGKILL
+    assert status == 0, stderr
+    print(fact)
+    assert fact["step"] == 3, fact
+    assert "rank 1 (rank-1" in fact["text"]
+    assert "`all_reduce float32[" in fact["text"]

@@ -30,3 +30,10 @@ def test_a_late_rank(crew):
 def test_nothing_is_kept(crew):
     for books in crew.call("load", "nothing_is_kept").values():
         assert not books
+
+
+def test_a_large_sum_is_made_in_place(crew):
+    """256 MB: not even a result of that size is taken besides, which any average may."""
+    for rank, grown in crew.call("load", "large_sum", 256 * MIB).items():
+        print(f"rank {rank} of {crew.world}: {grown / MIB:.0f} MiB")
+        assert grown < HELD + ON_THE_WAY

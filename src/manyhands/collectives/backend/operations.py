@@ -156,7 +156,10 @@ class Maker:
 
         def finish() -> Sequence[Outgoing]:
             if arithmetic.operator is Operator.MEAN:
-                adding.total.div_(num)
+                total = adding.total
+                # As all_reduce does, which torch gives pairs of numbers: dividing complex ones has
+                # other last bits.
+                (torch.view_as_real(total) if total.is_complex() else total).div_(num)
             if not apart and not to_all:
                 return ()
             if not apart and large:

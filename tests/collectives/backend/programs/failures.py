@@ -6,7 +6,9 @@ Every check returns what was raised, operation by operation, for the test to jud
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import queue
 import signal
 import threading
 import time
@@ -15,9 +17,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import manyhands
 from manyhands.collectives.backend import messages as words
+from manyhands.collectives.backend import team
 from manyhands.collectives.backend.exchange import RESULT
 from manyhands.collectives.courier import Courier
 from tests.collectives.backend.programs.training import batch_of, loss_of, make_wide_model
@@ -102,17 +108,57 @@ def error_of(call) -> str:
     return ""
 
 
+class Spare(nn.Sequential):
+    """The wide model, beside a layer that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__(*make_wide_model())
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in list(self)[:-1]:
+            inputs = layer(inputs)
+        return inputs
+
+
+def compress(wrapped: DistributedDataParallel) -> None:
+    wrapped.register_comm_hook(None, manyhands.compressed("bf16"))
+
+
+def approximate(wrapped: DistributedDataParallel) -> None:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+MODES = {  # how DDP averages: (the model, options, what is done to it)
+    "as_bucket_view": (make_wide_model, {"gradient_as_bucket_view": True}, None),
+    "compressed": (make_wide_model, {}, compress),
+    "find_unused": (Spare, {"find_unused_parameters": True}, None),
+    "power_sgd": (make_wide_model, {}, approximate),
+    "static_graph": (Spare, {"static_graph": True}, None),
+}
+PLAIN = (make_wide_model, {}, None)
+
+
 def train_until_error(
-    victim: int, at_step: int, late_s: float = 0.0, *, agreed: bool = True
+    victim: int,
+    at_step: int,
+    late_s: float = 0.0,
+    *,
+    agreed: bool = True,
+    mode: str | None = None,
 ) -> dict[str, object]:
-    """DDP; `victim` dies between the buckets of one backward pass.
+    """DDP, plain or in that mode; `victim` dies between the buckets of one backward pass.
 
     The sums it made in the step before leave `late_s` later. `agreed`: it does not die before the
     others have ended that step.
     """
     rank = dist.get_rank()
-    model = make_wide_model()
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.06)
+    make, options, prepare = PLAIN if mode is None else MODES[mode]
+    model = make()
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.06, **options)
+    if prepare is not None:
+        prepare(wrapped)
     for step in range(100):
         inputs, labels = batch_of(rank, step)
         if rank == victim and step == at_step - 1 and late_s:
@@ -257,6 +303,55 @@ def late(seconds: float) -> str:
     return error_of(lambda: dist.recv(torch.ones(3), 0))
 
 
+class Told(logging.Handler):
+    """What a logger is given, for whoever waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.put(record.getMessage())
+
+
+def stall(seconds: float) -> list[str]:
+    """Rank 1 is late twice, for longer than a rank waits without a word; what rank 0 is told."""
+    if dist.get_rank() == 1:
+        dist.recv(torch.empty(1), 0)
+        dist.all_reduce(torch.ones(3))
+        dist.broadcast(torch.ones(4), 1)
+        return []
+    team._STALL_S, team._TICK_S = seconds, 0.1
+    team.log.addHandler(told := Told())
+    works = [dist.all_reduce(torch.ones(3), async_op=True)]
+    texts = [told.texts.get(timeout=30)]
+    # When this one has waited for so long, the first one has been looked at again.
+    works.append(dist.broadcast(torch.empty(4), 1, async_op=True))
+    texts.append(told.texts.get(timeout=30))
+    dist.send(torch.ones(1), 1)
+    for work in works:
+        work.wait()
+    assert told.texts.empty(), told.texts.get()
+    return texts
+
+
+def wait_for_nobody() -> None:
+    """Until it is interrupted, in an operation that nobody else calls."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
+    dist.isend(torch.ones(1), 1)
+    dist.all_reduce(torch.ones(3))
+
+
+def hear_that_it_waits(sender: int) -> None:
+    dist.recv(torch.empty(1), sender)
+
+
+def enter_a_group_of_two(url: str) -> None:
+    """The other one does not come."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    dist.init_process_group("manyhands", init_method=url, rank=0, world_size=2)
+
+
 def leave_early() -> None:
     """Raise, as a program with a mistake would: nothing here catches it."""
     dist.destroy_process_group()
@@ -290,6 +385,12 @@ def give_and_leave() -> None:
         tensor.fill_(1.0)
         dist.all_reduce(tensor, group=rest)
         assert (tensor == num - 1).all()
+    # Whoever fails first ends the group for all: not before the others have that sum, too.
+    for other in range(2, num):
+        if rank == other:
+            dist.send(torch.ones(1), 1)
+        elif rank == 1:
+            dist.recv(torch.empty(1), other)
     text = error_of(lambda: dist.all_reduce(torch.ones(3)))
     assert "rank 0" in text, text
     assert "left" in text, text

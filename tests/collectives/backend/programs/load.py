@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
+from pathlib import Path
 
 import psutil
 import torch
@@ -173,3 +175,23 @@ def nothing_is_kept() -> dict[str, int]:
         "any": team._any,
     }
     return {name: len(book) for name, book in books.items() if book}
+
+
+def large_sum(num_bytes: int) -> int:
+    """Of one tensor. Returns by how much this process grew at most while it was made."""
+    rank, num = _place()
+    tensor = torch.full((num_bytes // 4,), float(rank + 1))
+    dist.barrier()
+    ctypes.CDLL(None).malloc_trim(0)  # else what others have left free would hide what is taken
+    Path("/proc/self/clear_refs").write_text("5")  # a new high-water mark
+    before = _memory("VmRSS")
+    dist.all_reduce(tensor)
+    grown = _memory("VmHWM") - before
+    for piece in tensor.chunk(64):
+        assert (piece == sum(range(1, num + 1))).all()
+    return grown
+
+
+def _memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

@@ -153,6 +153,12 @@ def reduce_to_each_root() -> None:
                 mine = every[rank].clone()
                 dist.reduce(mine, root, op)
                 same(mine, combined(op, every) if rank == root else every[rank], (root, numel, op))
+    for turn, (dtype, op) in enumerate(MEANINGFUL):
+        root = turn % len(world)
+        every = [given(r, 31, dtype) for r in world]
+        mine = every[rank].clone()
+        dist.reduce(mine, root, op)
+        same(mine, combined(op, every) if rank == root else every[rank], (root, dtype, op))
     half = given(rank, 20_000, torch.bfloat16).view(100, 200).t()
     dist.reduce(half, 0)
     want = combined(ReduceOp.SUM, [given(r, 20_000, torch.bfloat16) for r in world])
@@ -172,6 +178,11 @@ def reduce_scatter_lists_and_tensors() -> None:
             out = torch.empty(numel, dtype=dtype)
             reduce_scatter_single(out, every[rank])
             same(out, want, ("tensor", numel, dtype))
+    for dtype, op in MEANINGFUL:
+        every = [given(r, num * 31, dtype) for r in range(num)]
+        out = torch.empty(31, dtype=dtype)
+        reduce_scatter_single(out, every[rank], op)
+        same(out, combined(op, every)[rank * 31 : (rank + 1) * 31], (dtype, op))
     # The other names of the same thing.
     every = [given(r, num * 9, torch.float32) for r in range(num)]
     want = combined(ReduceOp.AVG, every)[rank * 9 : (rank + 1) * 9]

@@ -175,6 +175,14 @@ def all_to_all() -> None:
         flat = torch.empty(num * numel)
         dist.all_to_all_single(flat, torch.cat([chunk(rank, to, numel) for to in range(num)]))
         same(flat, torch.cat([chunk(s, rank, numel) for s in range(num)]), ("single", numel))
+    for dtype in DTYPES:
+        outs = [torch.empty(9, dtype=dtype) for _ in range(num)]
+        dist.all_to_all(outs, [chunk(rank, to, 9, dtype) for to in range(num)])
+        for source, out in enumerate(outs):
+            same(out, chunk(source, rank, 9, dtype), ("list", dtype, source))
+        flat = torch.empty(num * 9, dtype=dtype)
+        dist.all_to_all_single(flat, torch.cat([chunk(rank, to, 9, dtype) for to in range(num)]))
+        same(flat, torch.cat([chunk(s, rank, 9, dtype) for s in range(num)]), ("single", dtype))
     # Rows of three; every pair another number of them, some none.
     rows = [[(3 * s + 5 * t) % 4 * 2000 for t in range(num)] for s in range(num)]
     assert any(0 in row for row in rows)
