@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -166,9 +166,10 @@ def _power(device: torch.device) -> PeerPower:
 
 
 def _memory(device: torch.device) -> str:
-    """The memory that a device uses: the machine's, or that of one GPU, by the name it has only."""
+    """The memory that a device uses: the machine's, or that of one GPU, by its UUID."""
     if device.type == "cuda":
-        properties: Any = torch.cuda.get_device_properties(device)  # pyright: ignore[reportUnknownMemberType]
+        # torch does not say of which type they are.
+        properties = cast("Any", torch.cuda.get_device_properties(device))  # pyright: ignore[reportUnknownMemberType]
         return f"GPU {properties.uuid}"
     return f"{device.type} of {socket.gethostname()}"
 
