@@ -171,6 +171,20 @@ def test_a_folder_that_cannot_be_is_a_clear_error(tmp_path):
         Logs(tmp_path / "file" / "logs")
 
 
+def test_a_folder_has_the_logs_of_one_cluster(logs, tmp_path):
+    logs.claim("one")
+    logs.append(NAME, 0, b"x")
+    again = Logs(tmp_path / "logs", reserve_bytes=0)
+    again.claim("one")
+    with pytest.raises(SettingsError, match="another cluster") as caught:
+        again.claim("two")
+    assert "--logdir" in caught.value.hint
+    assert again.read(NAME, 0, 9) == b"x"
+    (tmp_path / "logs" / "cluster").unlink()
+    with pytest.raises(SettingsError, match="another cluster"):
+        again.claim("one")  # of whom, nobody knows
+
+
 def test_the_job_store_keeps_its_room(tmp_path):
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize

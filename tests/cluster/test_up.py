@@ -246,6 +246,30 @@ def test_a_second_one_on_the_same_state_is_refused(world):
     assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
 
 
+def test_logs_of_another_cluster_are_not_gone_on_with(world):
+    """Its jobs have the same numbers."""
+    world.up()
+    job = world.submit("echo one")
+    assert world.text(job, 0) == "one\n"
+    assert world.command("down", "--state", str(world.state)).returncode == 0
+    world.state = world.folder / "other"
+    second = world.up("--bind", "127.0.0.1:0", ready=False)
+    assert second.wait() == 2
+    assert "has the logs of another cluster" in second.said()
+    world.logs = world.folder / "logs of the other"
+    world.up("--bind", "127.0.0.1:0")
+    assert world.text(world.submit("echo two"), 0) == "two\n"
+
+
+def test_logs_that_are_elsewhere_are_named(world):
+    world.up()
+    world.text(world.submit("echo one"), 0)
+    assert world.command("down", "--state", str(world.state)).returncode == 0
+    before, world.logs = world.logs, world.folder / "others"
+    again = world.up()
+    assert f"logs of earlier jobs are in {before}" in again.said()
+
+
 def test_an_agent_that_is_killed_is_started_again_and_its_job_too(world):
     up = world.up("--lease", "60s")
     job = world.submit(STAY)

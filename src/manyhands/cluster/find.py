@@ -67,6 +67,11 @@ def find_coordinator(
         )
     token = token or environ.get("MANYHANDS_TOKEN") or read_text(state / TOKEN)
     if not token:
+        if not given and not noted:
+            raise NoMeetingPoint(
+                f"no cluster was ever up with its state in {state}",
+                hint="`manyhands up` starts one; elsewhere, MANYHANDS_COORDINATOR is its user code",
+            )
         raise NoMeetingPoint(
             f"no token for the coordinator at {host_port(host, port)}",
             hint=f"is it up? `manyhands up` leaves one in {state}; or set MANYHANDS_TOKEN",

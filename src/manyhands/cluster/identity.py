@@ -23,11 +23,12 @@ from manyhands.cluster.routes import Role
 from manyhands.core.errors import SettingsError
 from manyhands.links.tls import create_identity, fingerprint_of
 
-TOKEN, AGENT_TOKEN, ADDRESS, CODE, KEY, CERTIFICATE = (
+TOKEN, AGENT_TOKEN, ADDRESS, CODE, LOGS, KEY, CERTIFICATE = (
     "token",
     "agent-token",
     "address",
     "code",
+    "logdir",
     "key.pem",
     "cert.pem",
 )
@@ -97,6 +98,15 @@ def write_address(state: Path, url: str, code: str = "") -> None:
     _write(state / ADDRESS, url.encode() + b"\n")
     if code:
         _write(state / CODE, code.encode() + b"\n")
+
+
+def moved_logs(state: Path, logdir: Path) -> str:
+    """Remembers where logs are kept; where they were before, '' if they were here or nowhere."""
+    before = read_text(state / LOGS)
+    if before == str(logdir):
+        return ""
+    _write(state / LOGS, f"{logdir}\n".encode(errors="surrogateescape"))
+    return before if before and any(Path(before).glob("job-*")) else ""
 
 
 def read_text(path: Path) -> str:

@@ -23,6 +23,7 @@ from manyhands.core.errors import ManyhandsError, SettingsError
 RESERVE_BYTES = 64 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NUM_LOCKS = 64
+_OWNER = "cluster"  # a file with the name of the cluster whose logs these are
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -74,6 +75,28 @@ class Logs:
         self._locks = tuple(threading.Lock() for _ in range(_NUM_LOCKS))
         self._listeners: tuple[Callable[[LogName], None], ...] = ()
         self._listening = threading.Lock()
+
+    def claim(self, cluster: str) -> None:
+        """Logs here are this cluster's from now on. Raises SettingsError if they are another's,
+        whose jobs have the same numbers.
+        """
+        path = self._folder / _OWNER
+        try:
+            if not path.exists() and any(self._folder.glob("job-*")):
+                raise _anothers(self._folder)
+            own = path.with_name(f".{_OWNER}-{cluster}")
+            own.write_text(cluster)
+            with contextlib.suppress(FileExistsError):
+                path.hardlink_to(own)  # whole, or not at all
+            own.unlink()
+            owner = path.read_text(errors="replace")
+        except OSError as error:
+            raise SettingsError(
+                f"logs cannot be kept in {self._folder}: {error.strerror}",
+                hint="name a folder of yours with --logdir",
+            ) from None
+        if owner != cluster:
+            raise _anothers(self._folder)
 
     def path(self, name: LogName) -> Path:
         """Where the log is, or would be."""
@@ -199,6 +222,13 @@ def _compare(file: int, name: LogName, length: int, offset: int, data: bytes) ->
             hint="two agents write one log: end the older one",
         )
     return known
+
+
+def _anothers(folder: Path) -> SettingsError:
+    return SettingsError(
+        f"{folder} has the logs of another cluster, whose jobs have the same numbers",
+        hint="name another folder with --logdir, or that cluster's --state; or move it away",
+    )
 
 
 def _parts(name: LogName) -> tuple[str, str, str]:

@@ -23,7 +23,12 @@ from manyhands.cluster.crew import Crew, Trouble
 from manyhands.cluster.errors import ClusterError
 from manyhands.cluster.hostfile import HostLine
 from manyhands.cluster.hosts import Node
-from manyhands.cluster.identity import default_agent_state, open_identity, write_address
+from manyhands.cluster.identity import (
+    default_agent_state,
+    moved_logs,
+    open_identity,
+    write_address,
+)
 from manyhands.cluster.logs import Logs
 from manyhands.cluster.relay import open_relay
 from manyhands.cluster.routes import Role
@@ -147,6 +152,9 @@ class Up:
         store = stack.enter_context(Store.open(settings.state / STORE))
         identity = open_identity(settings.state)
         self.logs = logs = Logs(settings.logdir)
+        logs.claim(store.cluster)
+        if before := moved_logs(settings.state, settings.logdir):
+            self._say(f"logs of earlier jobs are in {before}: with --logdir {before} they are shown")
         self.hub: Hub = stack.enter_context(
             open_relay(settings.bind, settings.advertise, settings.state)
         )
