@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ import manyhands
 from manyhands.collectives.backend import messages as words
 from manyhands.collectives.backend import team
 from manyhands.collectives.backend.exchange import RESULT
+from manyhands.collectives.backend.work import Promise
 from manyhands.collectives.courier import Courier
 from tests.collectives.backend.programs.training import batch_of, loss_of, make_wide_model
 from tests.collectives.backend.programs.values import SPLIT, reduce_scatter_single
@@ -338,8 +340,25 @@ def stall(seconds: float) -> list[str]:
 def wait_for_nobody() -> None:
     """Until it is interrupted, in an operation that nobody else calls."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
-    dist.isend(torch.ones(1), 1)
+    main = threading.get_ident()
+
+    def tell() -> None:
+        while not is_waiting(main):
+            time.sleep(0.01)  # nobody is told when a thread begins to wait
+        dist.send(torch.ones(1), 1)
+
+    threading.Thread(target=tell, daemon=True).start()
     dist.all_reduce(torch.ones(3))
+
+
+def is_waiting(thread: int) -> bool:
+    """Whether it is in the wait for an operation."""
+    frame = sys._current_frames()[thread]
+    while frame is not None:
+        if frame.f_code is Promise.wait.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def hear_that_it_waits(sender: int) -> None:
