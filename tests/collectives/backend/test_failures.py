@@ -204,7 +204,6 @@ def test_interrupted_while_it_waits_for_the_others_to_come(zygote, new_url):
         reader = Reader(link)
         crew.begin("failures", "enter_a_group_of_two", url)
         reader.settle(lambda view: "rank-0" in names(view, PeerState.ACTIVE))
-        crew.signal(0, signal.SIGINT)
         assert crew.ended(0) == -signal.SIGINT, crew.report()
         assert crew.log(0).read_text().rstrip().endswith("KeyboardInterrupt"), crew.report()
         reader.settle(lambda view: "rank-0" not in names(view))

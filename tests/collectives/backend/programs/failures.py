@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ import manyhands
 from manyhands.collectives.backend import messages as words
 from manyhands.collectives.backend import team
 from manyhands.collectives.backend.exchange import RESULT
+from manyhands.collectives.backend.seats import take_seat
+from manyhands.collectives.backend.work import Promise
 from manyhands.collectives.courier import Courier
 from tests.collectives.backend.programs.training import batch_of, loss_of, make_wide_model
 from tests.collectives.backend.programs.values import SPLIT, reduce_scatter_single
@@ -338,8 +341,24 @@ def stall(seconds: float) -> list[str]:
 def wait_for_nobody() -> None:
     """Until it is interrupted, in an operation that nobody else calls."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
-    dist.isend(torch.ones(1), 1)
+    main = threading.get_ident()
+
+    def tell() -> None:
+        while not is_waiting(main, Promise.wait):
+            time.sleep(0.01)  # nobody is told when a thread begins to wait
+        dist.send(torch.ones(1), 1)
+
+    threading.Thread(target=tell, daemon=True).start()
     dist.all_reduce(torch.ones(3))
+
+
+def is_waiting(thread: int, *functions) -> bool:
+    """Whether it is in all of these functions."""
+    frame, codes = sys._current_frames()[thread], set()
+    while frame is not None:
+        codes.add(frame.f_code)
+        frame = frame.f_back
+    return all(function.__code__ in codes for function in functions)
 
 
 def hear_that_it_waits(sender: int) -> None:
@@ -347,8 +366,16 @@ def hear_that_it_waits(sender: int) -> None:
 
 
 def enter_a_group_of_two(url: str) -> None:
-    """The other one does not come."""
+    """The other one does not come, and this one is interrupted as it waits."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        while not is_waiting(main, take_seat, threading.Condition.wait):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     dist.init_process_group("manyhands", init_method=url, rank=0, world_size=2)
 
 
