@@ -13,6 +13,10 @@ import time
 import psutil
 
 from manyhands.cluster.client import Cluster
+from manyhands.cluster.code import Code
+from manyhands.cluster.identity import open_identity
+from manyhands.cluster.routes import Role
+from manyhands.testing.broker import free_ports
 from manyhands.testing.processes import end_all, is_gone
 
 WAIT_S = 120.0  # for what takes a moment; nothing is measured by it
@@ -36,7 +40,8 @@ class World:
         self.state, self.logs = folder / "state", folder / "logs"
         self.mark = secrets.token_hex(8)
         self.environ = {**os.environ, MARK: self.mark}
-        self.port = 0
+        # One that no outgoing connection is given: agents redial it while nobody listens there.
+        self.port = free_ports().amqp
         self._stack = contextlib.ExitStack()
         self.cluster = None
 
@@ -75,6 +80,28 @@ class World:
         )
         self._stack.callback(end, process)
         return process
+
+    def join(self, name, port=None):
+        """An agent of a user's, of one slot, under way; `port` leads to the coordinator."""
+        identity = open_identity(self.state)
+        code = Code(
+            role=Role.AGENT,
+            host="127.0.0.1",
+            port=port or self.port,
+            token=identity.tokens[Role.AGENT],
+            fingerprint=identity.fingerprint,
+        )
+        with (self.folder / f"{name}.err").open("ab") as errors:
+            agent = self.start(
+                *("agent", "-", "--state", str(self.folder / name), "--name", name),
+                *("--slots", "1"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+        agent.stdin.write(code.pack().encode())
+        agent.stdin.close()
+        return agent
 
     def processes(self):
         """Everything that the cluster started and that lives: agents and ranks."""
