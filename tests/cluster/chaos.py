@@ -39,6 +39,7 @@ DECK = ("up", "up late", "down", "agent", "keeper", "host", "stop", "job", "job"
 LEASE_S = 6.0
 SETTLE_S = 300.0  # for all jobs to end when nothing is killed any more
 MOST_LIVE = 12
+WORDS = 3000  # characters of each log, where something failed
 
 
 class Chaos:
@@ -101,7 +102,13 @@ class Chaos:
         agents = [one for one in found if "agent" in command_of(one)]
         if card in ("agent", "stop"):
             return self._dice.sample(agents, min(1, len(agents)))
-        keepers = [one for one in found if "keeper.py" in " ".join(command_of(one))]
+        # A rank that has not begun yet looks as its keeper does; a keeper is an agent's child.
+        pids = {one.pid for one in agents}
+        keepers = [
+            one
+            for one in found
+            if "keeper.py" in " ".join(command_of(one)) and parent_of(one) in pids
+        ]
         if card == "keeper":
             return self._dice.sample(keepers, min(1, len(keepers)))
         # Whoever could tell of it first: a host that dies says nothing.
@@ -138,8 +145,10 @@ class Chaos:
 
     def _take_down(self) -> None:
         self._wake(float("inf"))
+        self._ask(lambda cluster: cluster.info())  # before, a signal ends it as any program
         assert self.up.end() == 0
-        assert self.world.processes() == []
+        left = {one.pid: " ".join(command_of(one)) for one in self.world.processes()}
+        assert not left, left
 
     def _ask(self, ask):
         """Asked until it is answered: `up` may just be starting."""
@@ -210,6 +219,12 @@ def command_of(process: psutil.Process) -> list[str]:
     return []
 
 
+def parent_of(process: psutil.Process) -> int | None:
+    with contextlib.suppress(psutil.Error):
+        return process.ppid()
+    return None
+
+
 def environ_of(process: psutil.Process) -> dict[str, str]:
     with contextlib.suppress(psutil.Error):
         return process.environ()
@@ -222,6 +237,8 @@ def play(folder: Path, seed: int, seconds: float) -> Chaos:
         chaos.go(seconds)
     except BaseException as error:
         error.add_note(f"python -m tests.cluster.chaos --seed {seed}; {dict(chaos.counts)}")
+        for log in (folder / "up.err", *sorted((folder / "logs" / "agents").glob("*.log"))):
+            error.add_note(f"{log.name}:\n{log.read_text()[-WORDS:]}")
         raise
     finally:
         chaos.close()
