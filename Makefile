@@ -35,6 +35,7 @@ chaos: setup
 	.venv/bin/python -m tests.collectives.chaos --schedules 60000 --seed 500000 --unordered
 	.venv/bin/python -m tests.collectives.chaos_links --link hub --seconds 120
 	.venv/bin/python -m tests.collectives.chaos_links --link amqp --seconds 120
+	.venv/bin/python -m tests.cluster.chaos --seconds 600
 
 fuzz: setup
 	.venv/bin/python -m tests.wire.fuzz --inputs 1000000 && .venv/bin/python -m tests.links.fuzz --inputs 1000000

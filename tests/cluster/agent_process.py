@@ -51,6 +51,9 @@ def die_at(number: int) -> None:
 
 
 def main(port: str, options: str) -> int:
+    # Whoever runs the tests in the background may have them ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     logging.basicConfig(level="INFO", format="%(asctime)s %(name)s: %(message)s")
     given = json.loads(options)
     attempt.KEEPER_PATIENCE_S = given.get("patience_s", attempt.KEEPER_PATIENCE_S)

@@ -127,9 +127,9 @@ class TestHost:
     def __exit__(self, kind, error, trace) -> None:
         for agent in self.agents:
             if agent.poll() is None:
-                agent.terminate()
-                agent.send_signal(signal.SIGCONT)
-                agent.terminate()
+                # Of two kinds: two of one kind may arrive as one.
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+                    agent.send_signal(number)
                 try:
                     agent.wait(PATIENCE_S)
                 except subprocess.TimeoutExpired:

@@ -55,3 +55,28 @@ HAS_DAEMON = python(_DAEMON.replace("{ENVIRONMENT}", "{}") + "while 1: signal.pa
 HAS_MARKED_DAEMON = python(
     _DAEMON.replace("{ENVIRONMENT}", "os.environ") + "while 1: signal.pause()"
 )
+
+HOLDS = python(
+    "import fcntl, os, sys, time\n"
+    "job, rank = os.environ['MANYHANDS_JOB'], os.environ['RANK']\n"
+    "attempt = os.environ['MANYHANDS_RESTART_COUNT']\n"
+    "def note(name, text):\n"
+    "    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)\n"
+    "    os.write(fd, f'{text}\\n'.encode())\n"
+    "    os.close(fd)\n"
+    "lock = open(f'lock-{job}-{rank}', 'w')\n"
+    "try:\n"
+    "    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+    "except BlockingIOError:\n"
+    "    note('overlaps', f'{job}-{rank}: attempt {attempt}')\n"
+    "note(f'starts-{job}-{rank}', attempt)\n"
+    "note(f'pid-{job}-{attempt}-{rank}.new', os.getpid())\n"
+    "os.rename(f'pid-{job}-{attempt}-{rank}.new', f'pid-{job}-{attempt}-{rank}')\n"
+    "end_s = time.monotonic() + float(sys.argv[1])\n"
+    "while time.monotonic() < end_s and not os.path.exists('go'): time.sleep(0.02)\n"
+    "note(f'ends-{job}-{rank}', attempt)\n"
+)
+"""For so many seconds, or until there is a file `go`, holds a lock for its rank of its job. In its
+folder it notes who found the lock held (`overlaps`), which attempts began (`starts-JOB-RANK`) and
+by which processes (`pid-JOB-ATTEMPT-RANK`), and which came to their end (`ends-JOB-RANK`).
+"""

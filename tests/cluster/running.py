@@ -16,6 +16,7 @@ from manyhands.cluster.client import Cluster
 from manyhands.cluster.code import Code
 from manyhands.cluster.identity import open_identity
 from manyhands.cluster.routes import Role
+from manyhands.testing.broker import free_ports
 from manyhands.testing.processes import end_all, is_gone
 
 WAIT_S = 120.0  # for what takes a moment; nothing is measured by it
@@ -40,7 +41,8 @@ class World:
         self.mark = secrets.token_hex(8)
         # Its hosts have shares of the CPUs, on machines with GPUs too.
         self.environ = {**os.environ, MARK: self.mark, "CUDA_VISIBLE_DEVICES": ""}
-        self.port = 0
+        # One that no outgoing connection is given: agents redial it while nobody listens there.
+        self.port = free_ports().amqp
         self._stack = contextlib.ExitStack()
         self.cluster = None
 
@@ -80,28 +82,30 @@ class World:
         self._stack.callback(end, process)
         return process
 
-    def join(self, name="other", *, code=None):
+    def join(self, name="other", port=None, *, code=None):
         """`manyhands agent` with a code, by default the one that `up` printed: a host of one slot
-        that nobody starts again.
+        that nobody starts again. `port` leads to the coordinator.
         """
-        agent = self.start(
-            *("agent", "-", "--state", str(self.folder / name), "--name", name),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        with (self.folder / f"{name}.err").open("ab") as errors:
+            agent = self.start(
+                *("agent", "-", "--state", str(self.folder / name), "--name", name),
+                *("--slots", "1"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
         self._stack.callback(agent.stdout.close)
-        agent.stdin.write((code or self._join_code()).encode())
+        agent.stdin.write((code or self._join_code(port or self.port)).encode())
         agent.stdin.close()
         agent.stdin = None
         return agent
 
-    def _join_code(self):
+    def _join_code(self, port):
         identity = open_identity(self.state)
         return Code(
             role=Role.AGENT,
             host="127.0.0.1",
-            port=self.port,
+            port=port,
             token=identity.tokens[Role.AGENT],
             fingerprint=identity.fingerprint,
         ).pack()

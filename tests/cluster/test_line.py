@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from manyhands.cluster.lease import Lease
 from manyhands.cluster.ledger import Key
 from manyhands.cluster.line import Broken, Line, Nudged, Reported, Wanted, Welcomed
-from manyhands.cluster.messages import Hello, Holding, Phase, Status
+from manyhands.cluster.messages import Hello, Holding, Phase, Status, Wants
 from manyhands.cluster.uploads import LogSettled, Uploads
 from tests.cluster.offices import PATIENCE_S, FakeOffice
 from tests.cluster.test_agent_parts import Clock
@@ -27,20 +28,55 @@ class Events(queue.SimpleQueue):
         return event
 
 
+@contextlib.contextmanager
+def whole(made, office):
+    """As `with made`, and its threads have ended then: they are daemons, for which an agent that
+    goes does not wait long.
+    """
+    threads = made._threads if isinstance(made, Line) else [made._thread]
+    try:
+        with made:
+            try:
+                yield made
+            finally:
+                office.close()  # what waits for an answer has none
+    finally:
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 # The line
+
+
+class Sleepy(FakeOffice):
+    """It takes a while over one Status: one that comes when both threads wait for an answer."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(lease_s=0.2)
+        self._clock, self._asked, self._has_slept = clock, 0, False
+
+    def wants(self, *arguments) -> Wants:
+        self._asked += 1
+        return super().wants(*arguments)
+
+    def status(self, *arguments) -> None:
+        super().status(*arguments)
+        if self._asked > 1 and not self._has_slept:
+            self._clock.now_s += 0.15
+            self._has_slept = True
 
 
 def test_nothing_is_said_for_an_agent_that_does_not_turn() -> None:
     """Its own thread hangs: the coordinator must not hear from the others that all is well."""
-    clock, events, office = Clock(), Events(), FakeOffice(lease_s=0.2)
-    lease = Lease(clock)
-    with Line(lambda: office, HELLO, lease, events.put) as line:
+    clock, events = Clock(), Events()
+    lease, office = Lease(clock), Sleepy(clock)
+    with whole(Line(lambda: office, HELLO, lease, events.put), office) as line:
         events.next(Welcomed)
         line.report(1, Status(agent="a"))
         seen = {type(events.next(Reported, Wanted)) for _ in range(1)}
         while seen != {Reported, Wanted}:
             seen.add(type(events.next(Reported, Wanted)))
-        clock.now_s += 0.15
         events.next(Nudged)  # by the reporter: its turn comes by itself
         office.want()
         events.next(Nudged)  # by the listener, when its poll was answered
@@ -54,12 +90,11 @@ def test_nothing_is_said_for_an_agent_that_does_not_turn() -> None:
         assert numbers == sorted(numbers)
         assert numbers[-1] > numbers[0] > 0
         assert until_s == pytest.approx(clock.now_s + 0.05)  # nor was the lease renewed
-        office.close()
 
 
 def test_a_session_that_is_renewed_begins_with_a_hello() -> None:
     events, office = Events(), FakeOffice()
-    with Line(lambda: office, HELLO, Lease(), events.put) as line:
+    with whole(Line(lambda: office, HELLO, Lease(), events.put), office) as line:
         events.next(Welcomed)
         line.report(1, Status(agent="a"))
         assert events.next(Wanted).session == 1
@@ -69,7 +104,6 @@ def test_a_session_that_is_renewed_begins_with_a_hello() -> None:
         office.want()  # the question of before is answered, and heard as that
         assert events.next(Wanted).session == 1
         assert events.next(Wanted).session == 2
-        office.close()
 
 
 @pytest.mark.parametrize("method", ["hello", "status", "wants"])
@@ -80,12 +114,11 @@ def test_a_thread_that_dies_is_told(method) -> None:
         raise ZeroDivisionError
 
     setattr(office, method, breaks)
-    with Line(lambda: office, HELLO, Lease(), events.put) as line:
+    with whole(Line(lambda: office, HELLO, Lease(), events.put), office) as line:
         if method != "hello":
             events.next(Welcomed)
             line.report(1, Status(agent="a"))
         assert isinstance(events.next(Broken).error, ZeroDivisionError)
-        office.close()
 
 
 # Uploads
@@ -122,7 +155,7 @@ def test_a_log_that_always_grows_keeps_no_other_waiting(tmp_path) -> None:
     chatty.write_bytes(b"first\n")
     quiet.write_bytes(b"done\n")
     events, office = Events(), Chatter(chatty)
-    with Uploads(lambda: office, Connected(), "h", "a", events.put) as uploads:
+    with whole(Uploads(lambda: office, Connected(), "h", "a", events.put), office) as uploads:
         uploads.add(Key("c", 1, 0), {0: chatty})
         office.wait_log(b"first")
         uploads.add(Key("c", 2, 0), {0: quiet})
@@ -137,7 +170,7 @@ def test_a_log_that_was_dropped_is_not_sent(tmp_path) -> None:
     for log in (first, second):
         log.write_bytes(b"line\n")
     events, office = Events(), Chatter(first)
-    with Uploads(lambda: office, Connected(), "h", "a", events.put) as uploads:
+    with whole(Uploads(lambda: office, Connected(), "h", "a", events.put), office) as uploads:
         uploads.add(Key("c", 1, 0), {0: first})
         office.wait_log(b"line")
         uploads.drop(Key("c", 1, 0))
@@ -157,6 +190,7 @@ def test_uploads_that_die_are_told(tmp_path) -> None:
         def wait_connected(self) -> int:
             raise ZeroDivisionError
 
-    with Uploads(FakeOffice, Breaks(), "h", "a", events.put) as uploads:
+    office = FakeOffice()
+    with whole(Uploads(lambda: office, Breaks(), "h", "a", events.put), office) as uploads:
         uploads.add(Key("c", 1, 0), {0: tmp_path / "log"})
         assert isinstance(events.next(Broken).error, ZeroDivisionError)

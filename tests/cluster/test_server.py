@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,6 +23,7 @@ from manyhands.cluster.office import OfficeUnreachable
 from manyhands.cluster.routes import Role
 from manyhands.cluster.server import Server, _listen
 from manyhands.core.errors import SettingsError
+from manyhands.testing.broker import free_ports
 from tests.cluster.conftest import ANSWER_S, hear, problem
 
 HELLO = Hello(version="1", host="h", agent="a", address="127.0.0.1", slots=(), pid=1)
@@ -398,13 +400,17 @@ with (
 
 def test_a_coordinator_killed_in_the_middle_of_a_log(tmp_path):
     """The agent goes on from where the file ends, at whatever byte that is."""
-    port, up = 0, threading.Event()
+    # Below those that outgoing connections are given: it has to be free for every one of them.
+    port, up, over = free_ports().amqp, threading.Event(), threading.Event()
     text = bytes(range(256)) * 20_000
     have = 0
 
     def start():
         command = [sys.executable, "-c", COORDINATOR, str(tmp_path), f"127.0.0.1:{port}"]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert child.stdout.readline() == f"{port}\n".encode()
+        up.set()
+        return child
 
     def send():
         nonlocal have
@@ -417,27 +423,28 @@ def test_a_coordinator_killed_in_the_middle_of_a_log(tmp_path):
             fingerprint=identity.fingerprint,
         )
         with HttpOffice(Dialler(code)) as office:
-            while have < len(text):
+            while have < len(text) and not over.is_set():
                 try:
                     have = office.send_log("h", "a", 1, 0, 0, have, text[have : have + 50_021])
                 except OfficeUnreachable:
-                    up.wait()
+                    assert up.wait(ANSWER_S)
 
     child = start()
-    port = int(child.stdout.readline())
-    sender = threading.Thread(target=send)
-    sender.start()
-    log = tmp_path / "logs" / "job-1" / "attempt-0" / "rank-0.log"
-    for part in (0, 1, 2):
-        until(lambda part=part: have > part * len(text) // 4)
-        up.clear()
-        child.kill()
-        child.communicate()
-        assert log.read_bytes() == text[: log.stat().st_size]
-        child = start()
-        child.stdout.readline()
-        up.set()
-    sender.join()
-    child.communicate(b"")
+    with ThreadPoolExecutor(1) as pool:
+        sender = pool.submit(send)
+        log = tmp_path / "logs" / "job-1" / "attempt-0" / "rank-0.log"
+        try:
+            for part in (0, 1, 2):
+                until(lambda part=part: have > part * len(text) // 4 or sender.done())
+                up.clear()
+                child.kill()
+                child.communicate()
+                assert log.read_bytes() == text[: log.stat().st_size]
+                child = start()
+            sender.result(ANSWER_S)
+        finally:
+            over.set()
+            up.set()
+            child.communicate(b"")
     assert child.returncode == 0
     assert log.read_bytes() == text

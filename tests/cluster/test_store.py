@@ -305,22 +305,37 @@ def test_a_store_that_is_full_and_then_is_not(store):
 
 
 FULL_DISK = """
-import os
+import os, resource, signal
 from pathlib import Path
 from manyhands.cluster.errors import StoreFull
 from manyhands.cluster.store import Store
 from tests.cluster.test_store import changes, job
 
-disk = Path(os.environ["DISK"])
-with Store.open(disk / "jobs.db") as store:
-    store.write(changes(job(1)))
-    ballast = disk / "ballast"
+disk, kind = Path(os.environ["DISK"]), os.environ["KIND"]
+ballast = disk / "ballast"
+
+def fill():
     with ballast.open("wb", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(4096))
         except OSError:
             pass
+
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+def limit(most):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+kinds = {
+    "disk": (fill, ballast.unlink),
+    "limit": (lambda: limit(200_000), lambda: limit(hard)),
+}
+fill_up, make_room = kinds[kind]
+with Store.open(disk / "jobs.db") as store:
+    store.write(changes(job(1)))
+    fill_up()
     stored, id = [1], 2
     try:
         while True:
@@ -334,7 +349,7 @@ with Store.open(disk / "jobs.db") as store:
         store.write(changes(job(id)))
     except StoreFull:
         print("still")
-    ballast.unlink()
+    make_room()
     store.write(changes(job(id)))
     stored.append(id)
 with Store.open(disk / "jobs.db") as store:
@@ -343,16 +358,25 @@ print("went on")
 """
 
 
+def on_a_full_disk(folder, kind, *around):
+    env = os.environ | {"DISK": str(folder), "KIND": kind}
+    command = [*around, sys.executable, "-c", FULL_DISK]
+    ran = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return ran.stdout.splitlines()
+
+
 def test_a_disk_that_is_full(tmp_path):
+    """A small one, where we may mount one; and everywhere, files that may not grow any more."""
+    said = on_a_full_disk(tmp_path, "limit")
+    assert said[1:] == ["still", "went on"]
+    assert "jobs.db cannot be written (disk I/O error)" in said[0]
     mount = ["sh", "-c", 'mount -t tmpfs -o size=1m none "$DISK" && exec "$@"', "sh"]
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    disk = ["unshare", *user, "--mount", *mount]
+    small = ["unshare", *user, "--mount", *mount]
     env = os.environ | {"DISK": str(tmp_path)}
-    if shutil.which("unshare") is None or subprocess.run([*disk, "true"], env=env).returncode:
-        pytest.skip("needs the right to mount a small disk")
-    command = [*disk, sys.executable, "-c", FULL_DISK]
-    ran = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    assert ran.stdout.splitlines() == ["no room", "still", "went on"]
+    may_mount = shutil.which("unshare") and not subprocess.run([*small, "true"], env=env).returncode
+    if may_mount:
+        assert on_a_full_disk(tmp_path, "disk", *small) == ["no room", "still", "went on"]
 
 
 WRITER = """

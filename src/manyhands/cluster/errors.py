@@ -134,13 +134,21 @@ class StoreHeld(StoreError):
 
 
 class StoreFull(StoreError):
-    """No room on the store's disk. Nothing of the change was kept; it may be tried again."""
+    """No room on the store's disk. Nothing of the change was kept; it may be tried again. `why`
+    is what the system said where it was not that: a quota is used up, say.
+    """
 
-    def __init__(self, path: object) -> None:
-        super().__init__(
-            f"no room for {path}: the change was not made",
-            hint="free some space on that disk, then try again",
-        )
+    def __init__(self, path: object, why: str = "") -> None:
+        if why:
+            super().__init__(
+                f"{path} cannot be written ({why}): the change was not made",
+                hint="is a quota used up? Free some space, then try again; is the disk well?",
+            )
+        else:
+            super().__init__(
+                f"no room for {path}: the change was not made",
+                hint="free some space on that disk, then try again",
+            )
 
 
 class StoreBusy(StoreError):

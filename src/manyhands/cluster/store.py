@@ -349,6 +349,10 @@ def _told(path: Path) -> Generator[None]:
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
             raise StoreFull(path) from None
+        if error.sqlite_errorcode == sqlite3.SQLITE_IOERR_WRITE:
+            # It does not tell a quota that is used up from a disk that fails. Nothing was kept,
+            # as little as on a full disk; what cannot be synced is another error.
+            raise StoreFull(path, str(error)) from None
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise StoreBusy(path) from None
         raise StoreError(f"{path} cannot be used: {error}") from None

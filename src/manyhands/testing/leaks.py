@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterator
     from pathlib import Path
 
-PATIENCE_S = 5.0  # for what ends by itself, where others work too; a leak stays however long
+PATIENCE_S = 20.0  # for what ends by itself, where others work too; a leak stays however long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

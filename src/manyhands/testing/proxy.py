@@ -82,6 +82,15 @@ class Proxy:
         """Let bytes through again."""
         self._flowing.set()
 
+    def forget(self) -> None:
+        """Lose every byte of the connections that there are, in both directions; nothing is closed,
+        and neither end is told that the other has gone. New ones are let through: what a router
+        does that was started again.
+        """
+        with self._lock:
+            for pair in self._pairs:
+                pair.is_forgotten = True
+
     def close(self) -> None:
         """Break everything and free it. Idempotent."""
         self._closing = True
@@ -139,12 +148,16 @@ class Proxy:
                 self._flowing.wait()
                 num_bytes = source.recv_into(buffer)
                 self._flowing.wait()  # what came while the network stalled waits with the rest
+                if pair.is_forgotten and num_bytes:
+                    continue
                 if not num_bytes or pair.dead:
                     break
                 allowed, last = self._allow(num_bytes) if counted else (num_bytes, False)
                 sink.sendall(buffer[:allowed])
                 if last:
                     self.cut()
+        if pair.is_forgotten:
+            pair.ended.wait()  # one end has gone, and the other is not told
         pair.cut()
         if pair.leave():  # the second of the two
             with self._lock:
@@ -167,7 +180,8 @@ class _Pair:
 
     def __init__(self, near: socket.socket, far: socket.socket) -> None:
         self.near, self.far = near, far
-        self.dead = False
+        self.dead = self.is_forgotten = False
+        self.ended = threading.Event()
         self._users = 2
         self._lock = threading.Lock()
 
@@ -177,6 +191,7 @@ class _Pair:
             if self.dead:
                 return
             self.dead = True
+            self.ended.set()
             for sock in (self.near, self.far):
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
