@@ -154,7 +154,7 @@ class Up:
         self.logs = logs = Logs(settings.logdir)
         logs.claim(store.cluster)
         if before := moved_logs(settings.state, settings.logdir):
-            self._say(f"logs of earlier jobs are in {before}: with --logdir {before} they are shown")
+            self._say(f"logs of earlier jobs are in {before}, and shown with --logdir {before}")
         self.hub: Hub = stack.enter_context(
             open_relay(settings.bind, settings.advertise, settings.state)
         )
