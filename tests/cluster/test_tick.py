@@ -41,6 +41,8 @@ def steps_of(work):
         return step
 
     before = sys.gettrace()
+    # From Python 3.12 on opcodes are traced if a frame wants them by the time of settrace.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(enter)
     try:
         work()

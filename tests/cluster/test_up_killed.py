@@ -69,7 +69,7 @@ class Mortal:
 
     def is_born(self):
         """Starts one; whether it lives until it is ready."""
-        self.up = self.world.up("--slots", "2", "--lease", "60s", ready=False)
+        self.up = self.world.up("--slots", "2", "--lease", "1h", ready=False)
         if line := self.up.process.stdout.readline():
             assert b"url" in line
             return True
@@ -104,8 +104,9 @@ class Mortal:
                 with running.Cluster(state=self.world.state) as cluster:
                     return ask(cluster)
             except CoordinatorUnreachable:
-                self.mourn()
-                self.start()
+                if self.up.process.poll() is not None:  # and was not merely late
+                    self.mourn()
+                    self.start()
 
     def submit(self, script, name):
         spec = {"workdir": str(self.world.folder), "grace_s": 10.0, "env": {"NAME": name}}
@@ -137,6 +138,7 @@ def mortal(tmp_path, monkeypatch):
         world.close()
 
 
+@pytest.mark.timeout(900)  # some forty jobs, and twenty times `up`
 def test_at_every_transaction_of_two_jobs(mortal):
     """One that succeeds, one that is cancelled: each ends as it should, once, by one process."""
     world, jobs = mortal.world, 0
