@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import warnings
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from tests.collectives.backend.crew import Zygote
 
 SEED = 20260101
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what it puts into the background, and all that is started from there.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

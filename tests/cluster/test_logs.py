@@ -180,9 +180,19 @@ def test_a_folder_has_the_logs_of_one_cluster(logs, tmp_path):
         again.claim("two")
     assert "--logdir" in caught.value.hint
     assert again.read(NAME, 0, 9) == b"x"
-    (tmp_path / "logs" / "cluster").unlink()
-    with pytest.raises(SettingsError, match="another cluster"):
-        again.claim("one")  # of whom, nobody knows
+    for lost in ((tmp_path / "logs" / "cluster").unlink, (tmp_path / "logs" / "cluster").touch):
+        lost()
+        with pytest.raises(SettingsError, match="another cluster"):
+            again.claim("one")  # of whom, nobody knows
+
+
+def test_a_folder_of_other_things_may_have_logs_too(tmp_path):
+    (tmp_path / "job-12.out").write_text("of another program")
+    (tmp_path / "job-12").write_text("likewise")
+    (tmp_path / "cluster").touch()  # a power failure came between its making and its writing
+    Logs(tmp_path).claim("one")
+    assert (tmp_path / "cluster").read_text() == "one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster", "job-12", "job-12.out"]
 
 
 def test_the_job_store_keeps_its_room(tmp_path):

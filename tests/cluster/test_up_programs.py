@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 
@@ -77,6 +78,21 @@ def test_a_loop_begins_again_from_its_checkpoint_or_from_the_start(world, checkp
     over = world.cluster.wait(job.id, WAIT_S)
     assert (over.state, over.attempt, over.node_failures) == (State.SUCCEEDED, 1, 0), over.failure
     assert rounds(world, 1) == (reached if checkpoints else 0, more * ROUNDS)
+
+
+def test_a_cluster_that_begins_anew_does_not_take_up_the_runs_of_the_one_before(world):
+    """Its first job has the number of another one, which the hub remembers as over."""
+    (world.folder / "epochs").write_text("2")
+    for _ in range(2):
+        up = world.up("--slots", "2")
+        job = world.submit_python(LOOP, gpus=2)
+        over = world.cluster.wait(job.id, WAIT_S)
+        assert (over.id, over.state) == (1, State.SUCCEEDED), over.failure
+        assert rounds(world, 0) == (0, 2 * ROUNDS)
+        assert up.end() == 0
+        for path in (*world.state.glob("jobs.db*"), *world.folder.glob("rounds-*")):
+            path.unlink()
+        shutil.rmtree(world.logs)
 
 
 def test_the_first_two_programs_of_the_readme_are_jobs(world):

@@ -5,6 +5,7 @@
     STATE/agent-token         the agents' token
     STATE/address             where it listens: https://127.0.0.1:12347
     STATE/code                a user code: all that users of other machines need
+    STATE/logdir              where it keeps logs
 
 Files that only their owner can read, written beside their place and renamed: a coordinator that is
 killed while it makes them leaves none or all of one.
@@ -19,8 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manyhands.cluster.logs import has_logs
 from manyhands.cluster.routes import Role
 from manyhands.core.errors import SettingsError
+from manyhands.core.text import printable
 from manyhands.links.tls import create_identity, fingerprint_of
 
 TOKEN, AGENT_TOKEN, ADDRESS, CODE, LOGS, KEY, CERTIFICATE = (
@@ -102,11 +105,26 @@ def write_address(state: Path, url: str, code: str = "") -> None:
 
 def moved_logs(state: Path, logdir: Path) -> str:
     """Remembers where logs are kept; where they were before, '' if they were here or nowhere."""
-    before = read_text(state / LOGS)
+    try:
+        before = os.fsdecode((state / LOGS).read_bytes())
+    except FileNotFoundError:
+        before = ""
+    except OSError as error:
+        raise _cannot(state / LOGS, "read", error) from None
     if before == str(logdir):
         return ""
-    _write(state / LOGS, f"{logdir}\n".encode(errors="surrogateescape"))
-    return before if before and any(Path(before).glob("job-*")) else ""
+    try:
+        _write(state / LOGS, os.fsencode(logdir))
+    except OSError as error:
+        raise _cannot(state / LOGS, "written", error) from None
+    return printable(before) if before and has_logs(Path(before)) else ""
+
+
+def _cannot(path: Path, done: str, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"{path} cannot be {done}: {error.strerror}",
+        hint="look at the disk and the permissions of --state",
+    )
 
 
 def read_text(path: Path) -> str:

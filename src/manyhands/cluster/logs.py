@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import threading
 from collections.abc import Callable, Generator
@@ -23,6 +24,7 @@ from manyhands.core.errors import ManyhandsError, SettingsError
 RESERVE_BYTES = 64 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NUM_LOCKS = 64
+_JOB = re.compile(r"job-\d+")
 _OWNER = "cluster"  # a file with the name of the cluster whose logs these are
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -82,21 +84,25 @@ class Logs:
         """
         path = self._folder / _OWNER
         try:
-            if not path.exists() and any(self._folder.glob("job-*")):
+            with contextlib.suppress(FileNotFoundError):
+                owner = path.read_text(errors="replace")
+                if owner == cluster:
+                    return
+                if owner or has_logs(self._folder):  # one that is empty was being written
+                    raise _anothers(self._folder)
+            if has_logs(self._folder):
                 raise _anothers(self._folder)
-            own = path.with_name(f".{_OWNER}-{cluster}")
-            own.write_text(cluster)
-            with contextlib.suppress(FileExistsError):
-                path.hardlink_to(own)  # whole, or not at all
-            own.unlink()
-            owner = path.read_text(errors="replace")
+            beside = path.with_name(f".{_OWNER}-{cluster}")
+            with beside.open("w") as file:
+                file.write(cluster)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
         except OSError as error:
             raise SettingsError(
                 f"logs cannot be kept in {self._folder}: {error.strerror}",
-                hint="name a folder of yours with --logdir",
+                hint="name a folder of yours, on a disk that has room, with --logdir",
             ) from None
-        if owner != cluster:
-            raise _anothers(self._folder)
 
     def path(self, name: LogName) -> Path:
         """Where the log is, or would be."""
@@ -222,6 +228,11 @@ def _compare(file: int, name: LogName, length: int, offset: int, data: bytes) ->
             hint="two agents write one log: end the older one",
         )
     return known
+
+
+def has_logs(folder: Path) -> bool:
+    """Whether a cluster has kept logs there. Others may have files that are called alike."""
+    return any(_JOB.fullmatch(path.name) and path.is_dir() for path in folder.glob("job-*"))
 
 
 def _anothers(folder: Path) -> SettingsError:

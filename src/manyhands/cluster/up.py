@@ -161,11 +161,12 @@ class Up:
         code = self.hub.address.code()
         self.coordinator = stack.enter_context(
             # An attempt that was ended may have left a state at the hub that nobody has any more:
-            # the next one is a run of its own, and goes on from a checkpoint, if there are any.
+            # the next one is a run of its own, and goes on from a checkpoint, if there are any. The
+            # hub remembers runs for longer than a store may: its cluster's name is in theirs.
             Coordinator(
                 store,
                 lease_s=settings.lease_s,
-                hub=lambda job, attempt: (code, f"job-{job}-{attempt}"),
+                hub=lambda job, attempt: (code, f"job-{job}-{attempt}-{store.cluster}"),
             )
         )
         self.server = stack.enter_context(
