@@ -1,6 +1,7 @@
 """How long an average of tensors takes, next to gloo and hivemind on the same machine.
 
-    python benchmarks/allreduce.py --link hub,hub+tls,amqp,amqp+tls,gloo,bare --peers 2,4 \\
+    python benchmarks/allreduce.py --link hub,hub+tls,door,amqp,amqp+tls,gloo,bare,bare-amqp \\
+        --peers 2,4 \\
         --mbytes 8,72 --wire fp32,bf16,int8 --json FILE
 
 Every peer is a process, the meeting point is one too. The processes of one size have all links open
@@ -11,8 +12,9 @@ place), `rounds` the elastic engine (any roster; a result of its own, kept until
 `cpu_s` is of all peers and the meeting point. `extra_peak_bytes`: what a peer's process grew by, at
 most, from before it opened this link until the end of the first turn, without the tensor itself;
 the other links' memory is theirs, and what the process had free was given back before. Code counts
-for whoever runs it first: up to 20 MB. `bare` is the least that a relay does (bare_relay.py): what
-is above it is what windows, leases, resuming and checks cost. hivemind runs if it is installed
+for whoever runs it first: up to 20 MB. `bare` is the least that a relay does (bare_relay.py),
+`bare-amqp` the least that a client of a broker does (bare_broker.py): what is above them is what
+windows, leases, resuming and checks cost. hivemind runs if it is installed
 (extra `bench`), and after the others have ended: its processes are busy while nobody asks for
 anything, and slowed all others down by a fifth.
 """
@@ -33,6 +35,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from bare_broker import BareBrokerPeer
 from bare_relay import BarePeer
 from guardian import guarded
 from harness import (
@@ -210,6 +213,8 @@ def open_peer(words: dict, groups: dict, rank: int, size: int, numel: int):
     if words["engine"] == "bare":
         return BarePeer(int(words["url"]), rank, size, numel)
     url, run = words["url"], words["run"]
+    if words["engine"] == "bare-amqp":
+        return BareBrokerPeer(url, run, rank, size, numel, words["wire"])
     if words["engine"] == "rounds":
         opened = RoundsPeer(url, run, size, words["wire"], numel)
         opened.gather()
@@ -272,6 +277,10 @@ def variants(links: list[str], wires: list[str], engines: list[str]) -> list[dic
     for link in links:
         if link in ("gloo", "bare", "hivemind"):
             out.append({"link": link, "engine": link, "wire": "fp32"})
+            continue
+        if link == "bare-amqp":
+            known = [wire for wire in wires if wire in ("fp32", "bf16")]
+            out += [{"link": link, "engine": link, "wire": wire} for wire in known]
             continue
         for engine in engines:
             for wire in wires:
@@ -411,7 +420,9 @@ def free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", default="gloo,bare,hub,hub+tls,amqp,amqp+tls,hivemind")
+    parser.add_argument(
+        "--link", default="gloo,bare,bare-amqp,hub,hub+tls,door,amqp,amqp+tls,hivemind"
+    )
     parser.add_argument("--peers", default="2,4")
     parser.add_argument("--mbytes", default="8,72")
     parser.add_argument("--wire", default="fp32,bf16,int8")
@@ -429,12 +440,15 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         urls: dict[str, str] = {}
         meeting: dict[str, list[int]] = {}
-        for link in {"hub", "hub+tls"} & set(links):
-            urls[link], pid = stack.enter_context(hub_process(tls=link == "hub+tls"))
+        for link in {"hub", "hub+tls", "door"} & set(links):
+            urls[link], pid = stack.enter_context(
+                hub_process(tls=link != "hub", door=link == "door")
+            )
             meeting[link] = [pid]
-        if {"amqp", "amqp+tls"} & set(links):
+        if {"bare-amqp", "amqp", "amqp+tls"} & set(links):
             urls["amqp"], urls["amqp+tls"], pids = stack.enter_context(tls_broker())
-            meeting["amqp"] = meeting["amqp+tls"] = pids
+            urls["bare-amqp"] = urls["amqp"]
+            meeting |= dict.fromkeys(("bare-amqp", "amqp", "amqp+tls"), pids)
         for mbytes in (int(n) for n in args.mbytes.split(",")):
             for size in (int(n) for n in args.peers.split(",")):
                 rows += measure(size, mbytes, plan, args, urls, meeting)

@@ -50,6 +50,40 @@ def relay(size: int) -> None:
         thread.join()
 
 
+class Pieces:
+    """Who adds up what of a tensor, as one of its peers sees it."""
+
+    def __init__(self, numel: int, rank: int, size: int) -> None:
+        per_owner = -(-numel // size)
+        most = PIECE_BYTES // 4
+        self.all = [  # owner, start, stop
+            (owner, start, min(start + most, (owner + 1) * per_owner, numel))
+            for owner in range(size)
+            for start in range(owner * per_owner, min(numel, (owner + 1) * per_owner), most)
+        ]
+        numbers = range(len(self.all))
+        self.mine = [k for k in numbers if self.owner(k) == rank]
+        """Those that this peer adds up."""
+        self.contributions = [(k, p) for k in self.mine for p in range(size) if p != rank]
+        """What comes for them, and from whom."""
+        self.order = sorted(  # in which it sends the others
+            (k for k in numbers if self.owner(k) != rank),
+            key=lambda k: (self.owner(k) - rank) % size,
+        )
+        self.num_incoming = len(self.order) + len(self.contributions)
+
+    def owner(self, k: int) -> int:
+        return self.all[k][0]
+
+    def numel(self, k: int) -> int:
+        _, start, stop = self.all[k]
+        return stop - start
+
+    def cut(self, tensor, k: int):
+        _, start, stop = self.all[k]
+        return tensor[start:stop]
+
+
 class BarePeer:
     """An average of fp32 through it, every piece summed in rank order."""
 
@@ -57,25 +91,24 @@ class BarePeer:
         import torch
 
         self._rank, self._size = rank, size
-        self.tensor = torch.zeros(numel)
-        self._memory = memoryview(self.tensor.numpy()).cast("B")
+        self._layouts: dict[int, tuple] = {}  # by how many numbers a tensor has
+        self.take(torch.zeros(numel))
         self.bytes_sent = 0
         self._sock = socket.create_connection(("127.0.0.1", port))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock.sendall(_RANK.pack(rank))
-        per_owner = -(-numel // size)
-        most = PIECE_BYTES // 4
-        self._pieces = [  # owner, start, stop
-            (owner, start, min(start + most, (owner + 1) * per_owner, numel))
-            for owner in range(size)
-            for start in range(owner * per_owner, min(numel, (owner + 1) * per_owner), most)
-        ]
-        self._came = {
-            (k, peer): torch.empty(stop - start)
-            for k, (owner, start, stop) in enumerate(self._pieces)
-            for peer in range(size)
-            if owner == rank and peer != rank
-        }
+
+    def take(self, tensor) -> None:
+        """The tensor that is averaged from here on, in its own memory."""
+        import torch
+
+        self.tensor, numel = tensor, tensor.numel()
+        self._memory = memoryview(tensor.numpy()).cast("B")
+        if numel not in self._layouts:
+            pieces = Pieces(numel, self._rank, self._size)
+            came = {key: torch.empty(pieces.numel(key[0])) for key in pieces.contributions}
+            self._layouts[numel] = pieces, came
+        self._pieces, self._came = self._layouts[numel]
 
     def average(self) -> None:
         import torch
@@ -83,13 +116,10 @@ class BarePeer:
         ready: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         sender = threading.Thread(target=self._give, args=(ready,))
         sender.start()
-        missing = {
-            k: self._size - 1 for k, piece in enumerate(self._pieces) if piece[0] == self._rank
-        }
-        left = len(self._pieces) - len(missing) + len(self._came)
-        for _ in range(left):
+        missing = dict.fromkeys(self._pieces.mine, self._size - 1)
+        for _ in range(self._pieces.num_incoming):
             _, peer, k, _ = _HEAD.unpack(_exactly(self._sock, _HEAD.size))
-            owner, start, stop = self._pieces[k]
+            owner, start, stop = self._pieces.all[k]
             if owner != self._rank:
                 _fill(self._sock, self._memory[4 * start : 4 * stop])
                 continue
@@ -109,18 +139,15 @@ class BarePeer:
 
     def _give(self, ready: queue.SimpleQueue[int | None]) -> None:
         """Contributions, and sums before them once they are there. Whoever reads never sends."""
-        for k in sorted(
-            range(len(self._pieces)), key=lambda k: (self._pieces[k][0] - self._rank) % self._size
-        ):
-            if self._pieces[k][0] != self._rank:
-                while not ready.empty():
-                    self._send(-1, ready.get())
-                self._send(self._pieces[k][0], k)
+        for k in self._pieces.order:
+            while not ready.empty():
+                self._send(-1, ready.get())
+            self._send(self._pieces.owner(k), k)
         while (k := ready.get()) is not None:
             self._send(-1, k)
 
     def _send(self, to: int, k: int) -> None:
-        _, start, stop = self._pieces[k]
+        _, start, stop = self._pieces.all[k]
         view = self._memory[4 * start : 4 * stop]
         self._sock.sendall(_HEAD.pack(to, self._rank, k, len(view)))
         self._sock.sendall(view)

@@ -1,6 +1,7 @@
 """How many steps a second DDP trains over manyhands, next to DDP over gloo on the same machine.
 
-    python benchmarks/ddp.py --backend gloo,hub,amqp --ranks 2,4 --parameters 2,18 --json FILE
+    python benchmarks/ddp.py --backend gloo,bare,hub,door,amqp --ranks 2,4 \\
+        --parameters 2,18 --json FILE
 
 Each backend has processes of its own, one a rank with one torch thread, that train the same model
 (four square layers and a small one, fp32; `--parameters` in millions) on the same numbers: batches
@@ -10,7 +11,8 @@ backward with DDP's all-reduce, and SGD; it counts as long as its slowest rank t
 is of whole turns. The meeting point is a process too, without TLS, and `cpu_s` (a step) includes
 it. `identical`: all ranks have the same bits at the end; `difference_to_gloo`: the most that a
 parameter differs from gloo's then. `extra_peak_bytes`: what a rank's memory grew by from the
-beginning of a turn; in the first this includes the gradients.
+beginning of a turn; in the first this includes the gradients. `bare` is DDP whose hook averages
+over a bare relay (bare_relay.py), while backward goes on: the least that any relay costs.
 """
 
 from __future__ import annotations
@@ -21,14 +23,19 @@ import hashlib
 import json
 import os
 import statistics
+import struct
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
+from bare_relay import BarePeer
 from guardian import guarded
 from harness import (
     Worker,
+    bare_relay_process,
     cpu_of,
     forget_peaks,
     machine,
@@ -36,9 +43,8 @@ from harness import (
     memory_of,
     peaks_of,
     quantile,
+    run_at,
 )
-
-from manyhands.core.address import HubAddress, parse_address
 
 BATCH = 32
 CLASSES = 10
@@ -70,10 +76,13 @@ def rank_main(rank: int, size: int, millions: float, init_method: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
+    *ports, init_method = init_method.split(",")  # ports are those of bare relays
     backend = "gloo" if init_method.startswith(("tcp:", "file:")) else "manyhands"
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
     model, width = model_of(millions)
     replica = DistributedDataParallel(model)
+    if ports:
+        replica.register_comm_hook(None, bare_hook([int(p) for p in ports], rank, size))
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
     numbers = torch.Generator().manual_seed(1 + rank)
     print(json.dumps({"parameters": sum(p.numel() for p in model.parameters())}), flush=True)
@@ -89,6 +98,35 @@ def rank_main(rank: int, size: int, millions: float, init_method: str) -> None:
     if backend == "gloo":
         os._exit(0)  # gloo aborts a process whose peers have ended first
     dist.destroy_process_group()
+
+
+def bare_hook(ports: list[int], rank: int, size: int):
+    """Averages a bucket in a thread, over the next relay.
+
+    A bare relay does not tell the pieces of one average from the next's, which a peer may begin
+    while others still read this one. Two relays by turns do: nobody is two averages ahead.
+    """
+    import torch
+
+    peers = cycle([BarePeer(port, rank, size, size) for port in ports])
+    thread = ThreadPoolExecutor(1)
+
+    def average(bucket, averaged) -> None:
+        try:
+            peer = next(peers)
+            peer.take(bucket)
+            peer.average()
+        except (OSError, struct.error) as error:  # the relay is gone
+            averaged.set_exception(error)
+        else:
+            averaged.set_result(bucket)
+
+    def hook(_, bucket):
+        averaged = torch.futures.Future()
+        thread.submit(average, bucket.buffer(), averaged)
+        return averaged
+
+    return hook
 
 
 def take_turn(replica, optimizer, numbers, width: int, steps: int) -> dict:
@@ -124,7 +162,7 @@ def take_turn(replica, optimizer, numbers, width: int, steps: int) -> dict:
 
 
 def bytes_sent() -> int:
-    """What this rank has sent over its link; gloo does not count."""
+    """What this rank has sent over its link; of gloo and a bare relay nobody counts."""
     import torch
     import torch.distributed as dist
 
@@ -139,13 +177,9 @@ def bytes_sent() -> int:
 def init_method_of(backend: str, urls: dict[str, str], folder: Path) -> str:
     """What a user would write, with a run of its own."""
     run = f"ddp-{os.urandom(4).hex()}"
-    if backend == "gloo":
-        return f"file://{folder / run}"
-    if backend == "amqp":
-        return f"{urls[backend]}?run={run}"
-    address = parse_address(urls[backend])
-    assert isinstance(address, HubAddress)
-    return f"hub://{address.host}:{address.port}/{run}?insecure=1"
+    if backend == "bare":
+        return f"{urls['bare']},file://{folder / run}"
+    return f"file://{folder / run}" if backend == "gloo" else run_at(backend, urls, run)
 
 
 def measure(size: int, millions: float, args, urls: dict, meeting: dict) -> list[dict]:
@@ -153,6 +187,10 @@ def measure(size: int, millions: float, args, urls: dict, meeting: dict) -> list
     backends = args.backend.split(",")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if "bare" in backends:
+            relays = [stack.enter_context(bare_relay_process(size)) for _ in range(2)]
+            urls["bare"] = ",".join(port for port, _ in relays)
+            meeting["bare"] = [pid for _, pid in relays]
         crews = {}
         for backend in backends:
             where = init_method_of(backend, urls, folder)
@@ -232,7 +270,7 @@ def row_of(backend: str, size: int, count: int, turns: list, difference: float |
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="gloo,hub,amqp")
+    parser.add_argument("--backend", default="gloo,bare,hub,door,amqp")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--parameters", default="2,18", help="millions")
     parser.add_argument("--turns", type=int)

@@ -20,6 +20,7 @@ from typing import Self
 import psutil
 
 from manyhands._version import __version__
+from manyhands.core.address import HubAddress, parse_address
 from manyhands.testing.processes import end_tree
 
 
@@ -74,7 +75,7 @@ def quantile(values: list[float], q: float) -> float:
     return values[min(len(values) - 1, round(q * (len(values) - 1)))]
 
 
-def machine() -> dict:
+def machine(device: str = "cpu") -> dict:
     """Where and with what the numbers were measured."""
     cpu = next(
         (
@@ -92,15 +93,25 @@ def machine() -> dict:
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
         "manyhands": __version__,
-    }
+    } | ({"gpu": gpu()} if device == "cuda" else {})
+
+
+def gpu() -> str:
+    """Its name."""
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 @contextlib.contextmanager
-def hub_process(*, tls: bool):
-    """A hub of its own; yields its join code and process id."""
+def hub_process(*, tls: bool, door: bool = False):
+    """A hub of its own; yields its join code and process id.
+
+    By TCP, as between machines, unless `door`.
+    """
     with tempfile.TemporaryDirectory() as state:
-        secure = [] if tls else ["--insecure"]
-        command = ["hub", "--bind", "127.0.0.1:0", "--state", state, "--json", *secure]
+        options = [*([] if tls else ["--insecure"]), *([] if door else ["--no-door"])]
+        command = ["hub", "--bind", "127.0.0.1:0", "--state", state, "--json", *options]
         process = subprocess.Popen(
             [sys.executable, "-m", "manyhands", *command],
             stdout=subprocess.PIPE,
@@ -119,18 +130,29 @@ def hub_process(*, tls: bool):
 def meeting_points(
     stack: contextlib.ExitStack, wanted: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, list[int]]]:
-    """Of "hub" (without TLS) and "amqp", those that are: URLs, and the processes behind them."""
+    """Of "hub" (TCP without TLS), "door" (a hub as `manyhands run` has it, whose peers here come by
+    its door) and "amqp", those that are: URLs, and the processes behind them."""
     urls: dict[str, str] = {}
     processes: dict[str, list[int]] = {}
-    if "hub" in wanted:
-        urls["hub"], pid = stack.enter_context(hub_process(tls=False))
-        processes["hub"] = [pid]
+    for link in {"hub", "door"} & set(wanted):
+        door = link == "door"
+        urls[link], pid = stack.enter_context(hub_process(tls=door, door=door))
+        processes[link] = [pid]
     if "amqp" in wanted:
         from manyhands.testing.broker import Broker
 
         broker = stack.enter_context(Broker())
         urls["amqp"], processes["amqp"] = broker.url(), list(broker.process_ids())
     return urls, processes
+
+
+def run_at(link: str, urls: dict[str, str], run: str) -> str:
+    """The address of a run at one of these meeting points, as a user would write it."""
+    if link != "hub":
+        return f"{urls[link]}?run={run}"
+    address = parse_address(urls[link])
+    assert isinstance(address, HubAddress)
+    return f"hub://{address.host}:{address.port}/{run}?insecure=1"
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ global batch, as for all others.
 `cpu` and the memory are of this process and of hivemind's own.
 
 The first peer begins with a line for the others: where its DHT is. Each says when a few updates
-are made; from there on the protocol is that of train.py.
+are made; from there on the protocol is that of foreign.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@
 
 `resume`: a process that knows seed, epoch and position makes its first batch of 512 numbers of
 samples. Ours computes them; torch's (`RandomSampler` in a `BatchSampler`, passed over up to the
-position, as every loader does that has no state of its own) permutes all and counts. `jsonl`: the
+position, as every loader does that has no state of its own) permutes all and counts. Ours are drawn
+around the position, and the positions take turns. `Loader resume`: a Loader is made, its state
+loaded, and the first batch read. `jsonl`: the
 index of a file of so many lines is made, found again by another table, and used for one line at a
 time, at random. `extra_peak_bytes` is the most memory of
 the process above what it had before.
@@ -77,17 +79,52 @@ def measured(work: Callable[[], object], turns: int) -> dict:
     }
 
 
+def resumed(samples: int, position: int) -> object:
+    """A Loader loads a state and reads its first batch, of a table whose samples are numbers."""
+    from manyhands.data.loader import Loader
+
+    with Loader(range(samples), BATCH, seed=SEED, collate=list) as loader:
+        state = loader.state_dict()
+        loader.load_state_dict({**state, "epoch": 1, "consumed": position})
+        return next(iter(loader))
+
+
+def around(part: float, size: int, dice: random.Random) -> int:
+    """A position near this part of an epoch: within a hundredth of it, at the first of a batch."""
+    room = size // 100
+    place = int(part * size) + dice.randint(-room, room)
+    return min(max(0, place), size - BATCH) // BATCH * BATCH
+
+
 def resumes(samples: int, torch_samples: int, turns: int) -> Iterator[dict]:
-    for name, make, size, number in (
-        ("manyhands", ours, samples, turns),
-        ("manyhands mixture", mixed, samples, turns),
-        ("torch", torchs, torch_samples, 1),
+    """Positions take turns, several around each part: a machine that slows down slows all alike."""
+    dice = random.Random(SEED)
+    for what, name, make, size, number in (
+        ("resume", "manyhands", ours, samples, turns),
+        ("resume", "manyhands mixture", mixed, samples, turns),
+        ("resume", "torch", torchs, torch_samples, 1),
+        ("Loader resume", "manyhands", resumed, samples, turns),
     ):
-        for part in PARTS:
+        rows: list[dict] = []
+        for part in PARTS:  # memory first, of one position after another
             position = int(part * size) // BATCH * BATCH
-            row = {"what": "resume", "order": name, "samples": size, "position": position}
             work = lambda make=make, size=size, at=position: make(size, at)  # noqa: E731
-            yield {**row, **measured(work, number)}
+            row = {"what": what, "order": name, "samples": size, "position": position}
+            rows.append({**row, **measured(work, 1)})
+        if number > 1:
+            taken: list[list[tuple[float, float]]] = [[] for _ in PARTS]
+            for _ in range(number):
+                for part, times in zip(PARTS, taken, strict=True):
+                    at = around(part, size, dice)
+                    start_s, cpu_s = time.perf_counter(), time.process_time()
+                    make(size, at)
+                    times.append((time.perf_counter() - start_s, time.process_time() - cpu_s))
+            for row, times in zip(rows, taken, strict=True):
+                walls = sorted(wall for wall, _ in times)
+                row["median_s"] = statistics.median(walls)
+                row["p10_s"], row["p90_s"] = quantile(walls, 0.1), quantile(walls, 0.9)
+                row["cpu_s"], row["turns"] = sum(cpu for _, cpu in times) / number, number
+        yield from rows
 
 
 def lines(number: int, turns: int) -> Iterator[dict]:

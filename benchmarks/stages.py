@@ -2,14 +2,17 @@
 
     python benchmarks/stages.py --way plain,alone,naive,afab,1f1b,torch --json FILE
 
-One model (convolutions of equal cost, fp32), one batch size, SGD, one torch thread a process. Ways:
+One model (layers of equal cost, fp32), one batch size, SGD, one torch thread a process. Each layer
+is a norm, a convolution and a ReLU: by the norm's parameters the first convolution, too, has to
+give a gradient of its input, so that its backward costs what all others do. Ways:
     plain        one process, a plain loop over the microbatches
     alone        the same as a plan of one stage
     naive        two stages, one microbatch: one peer computes, the other waits
     afab, 1f1b   two stages, `--microbatches` of them, over gloo; interleaved has two stages a peer
-    1f1b@hub     ... over a hub without TLS; 1f1b@amqp over RabbitMQ
+    1f1b@hub     ... over a hub without TLS; 1f1b@door by its door; 1f1b@amqp over RabbitMQ
     torch        torch.distributed.pipelining's Schedule1F1B, two stages, over gloo
-Each way has processes of its own that stay alive and take turns of some steps each. A step counts
+Each way has processes of its own that stay alive and take turns of some steps each; malloc keeps
+what a step frees in all of them alike (`heap_kept`), so that ratios are of overhead. A step counts
 as long as its slowest peer took, on a GPU until it has finished. `bubble`: the part of the steps'
 time in which a peer used no CPU, so waited (null on a GPU, where that says nothing);
 `bubble_in_theory` is that of the schedule, whose messages take no time. `difference_to_plain`: the
@@ -29,11 +32,9 @@ import time
 from pathlib import Path
 
 from guardian import guarded
-from harness import Worker, cpu_of, machine, meeting_points, quantile
+from harness import Worker, cpu_of, machine, meeting_points, quantile, run_at
 
-from manyhands.core.address import HubAddress, parse_address
-
-WAYS = "plain,alone,naive,afab,1f1b,interleaved,torch,1f1b@hub,1f1b@amqp"
+WAYS = "plain,alone,naive,afab,1f1b,interleaved,torch,1f1b@hub,1f1b@door,1f1b@amqp"
 WARM_UP = 2  # steps of each turn that do not count
 LAYERS = 8
 SIDE = 16
@@ -42,13 +43,16 @@ GPU_TOLERANCE = 1e-3  # convolutions in TF32, whose order of sums is the library
 
 
 def model_of(channels: int):
-    """A list of layers of equal cost: each a convolution and what follows it."""
+    """A list of layers of equal cost, forward and backward."""
     import torch
     from torch import nn
 
     torch.manual_seed(0)
     return [
-        nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()) for _ in range(LAYERS)
+        nn.Sequential(
+            nn.GroupNorm(1, channels), nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()
+        )
+        for _ in range(LAYERS)
     ]
 
 
@@ -81,6 +85,7 @@ def peer_main(way: str, rank: int, where: str, args) -> None:
         backend = "gloo" if where.startswith("file:") else "manyhands"
         dist.init_process_group(backend, init_method=where, rank=rank, world_size=2)
     layers = [layer.to(args.device) for layer in model_of(args.channels)]
+    heap_kept = keep_heap(layers, args.device)
     step, owned = maker_of(way)(layers, args)
     wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     numbers = torch.Generator(args.device).manual_seed(1)
@@ -101,7 +106,7 @@ def peer_main(way: str, rank: int, where: str, args) -> None:
             times.append(time.perf_counter() - start)
             if n >= WARM_UP:
                 cpu += time.process_time() - used
-        answer = {"times": times[WARM_UP:], "cpu": cpu}
+        answer = {"times": times[WARM_UP:], "cpu": cpu, "heap_kept": heap_kept}
         if words["save_to"]:
             torch.save({index: layers[index].state_dict() for index in owned}, words["save_to"])
         print(json.dumps(answer), flush=True)
@@ -109,6 +114,17 @@ def peer_main(way: str, rank: int, where: str, args) -> None:
         os._exit(0)  # gloo aborts a process whose peers have ended first
     if where:
         dist.destroy_process_group()
+
+
+def keep_heap(layers, device: str) -> bool:
+    """The same malloc for all ways; whether it could be done."""
+    import torch
+
+    from manyhands.replica.heap import keep_freed
+
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    num_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    return keep_freed(num_bytes, torch.device(device), os.environ)
 
 
 def maker_of(way: str):
@@ -186,13 +202,7 @@ def where_of(way: str, urls: dict[str, str], folder: Path) -> str:
         return ""
     run = f"stages-{os.urandom(4).hex()}"
     link = way.partition("@")[2]
-    if not link:
-        return f"file://{folder / run}"
-    if link == "amqp":
-        return f"{urls[link]}?run={run}"
-    address = parse_address(urls[link])
-    assert isinstance(address, HubAddress)
-    return f"hub://{address.host}:{address.port}/{run}?insecure=1"
+    return run_at(link, urls, run) if link else f"file://{folder / run}"
 
 
 def measure(args, ways: list[str], urls: dict, meeting: dict) -> list[dict]:
@@ -275,6 +285,7 @@ def row_of(way: str, args, turns: list, off: float | None) -> dict:
         "channels": args.channels,
         "steps": len(times),
         "turns": len(turns),
+        "heap_kept": all(answer["heap_kept"] for turn in turns for answer in turn),
         "median_s": statistics.median(times),
         "mean_s": statistics.mean(times),
         "p10_s": quantile(times, 0.1),

@@ -1,11 +1,13 @@
-"""How many samples a second the elastic loop trains, next to gloo's DDP, hivemind and a plain loop.
+"""How many samples a second the elastic loop trains, next to a plain one, DDP and other software.
 
-    python benchmarks/train.py --link plain,alone,gloo,hub,amqp,hivemind --peers 1,2,4 --json FILE
+    python benchmarks/train.py --link plain,alone,gloo,hub,door,amqp,hivemind,torchft \\
+        --peers 1,2,4 --json FILE
 
 Everybody trains the same model (that of ddp.py with tanh, fp32; `--parameters` in millions) by the
 same loop, on the same samples in the same order, with the same global batch. `plain` is one process
 without anything of ours, `alone` the same with `manyhands.join` and nobody else; both are what
-`--peers 1` means. `gloo` is DDP; `hub` (without TLS) and `amqp` are `manyhands.join` with others.
+`--peers 1` means. `gloo` is DDP; `hub` (TCP without TLS), `door` (the hub of the same machine, by
+its door) and `amqp` are `manyhands.join` with others.
 Every peer is a process with one torch thread, the meeting point is one too. They stay alive and
 take turns, each an epoch of some steps, so that a disturbance of the machine meets all alike.
 `manyhands.join` has malloc keep what a step frees (replica/heap.py), by which the plain loop gains
@@ -18,8 +20,12 @@ from the plain loop's then: a row that has trained something else fails the benc
 step) includes the meeting point. `peak_bytes`: a peer's resident memory at most;
 `extra_peak_bytes`: what it grew by from the beginning of a turn.
 
-hivemind runs if it is installed (extra `bench`), after the others have ended (see allreduce.py), as
-hivemind_trainer.py says; its row is not asked to be right.
+With `--device cuda`, for `plain` and `alone`, model and optimizer are on a GPU. Samples stay with
+the CPU, and the loop copies each batch, whoever has read it.
+
+hivemind (extra `bench`) and torchft (`pip install torchft==0.2.0`: x86-64 Linux, Python up to 3.13)
+run if they are installed, after the others have ended (see allreduce.py), as hivemind_trainer.py
+and torchft_trainer.py say; their rows are not asked to be right.
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp import CLASSES, model_of
+from foreign import ForeignCrew
 from guardian import guarded
 from harness import (
     Worker,
@@ -50,19 +57,16 @@ from harness import (
     memory_of,
     peaks_of,
     quantile,
+    run_at,
     store,
 )
-
-from manyhands.core.address import HubAddress, parse_address
-from manyhands.testing.processes import end_tree
 
 SEED = 5  # of the order of the samples
 WARM_UP = 2  # steps of each turn that do not count
 TOLERANCE = 1e-5  # of a parameter and of the loss: sums of other orders, over all steps
-FOREIGN_TURN_S = 120.0  # hivemind may look for its group for good; a turn takes up to 40 s
-FOREIGN_CHANCES = 2  # turns that it may take for one that counts
 ALONE = ("plain", "alone")  # links of one peer
-JUDGED = ("plain", "alone", "gloo", "hub", "amqp")
+FOREIGN = ("hivemind", "torchft")  # after the others
+JUDGED = ("plain", "alone", "gloo", "hub", "door", "amqp")
 
 
 # -- one peer -------------------------------------------------------------------------------------
@@ -80,6 +84,7 @@ class Job:
     steps: int  # of a turn
     turns: int
     where: str | None = None
+    device: str = "cpu"
 
     @property
     def samples(self) -> int:
@@ -102,7 +107,9 @@ class Trainer:
         """The loop that everybody runs; yields after each step."""
         from torch.nn.functional import cross_entropy
 
+        device = next(self.module.parameters()).device
         for inputs, labels in self.loader:
+            inputs, labels = inputs.to(device), labels.to(device)
             self.optimizer.zero_grad()
             cross_entropy(self.model(inputs), labels).backward()
             self.optimizer.step()
@@ -146,6 +153,7 @@ def trainer_of(job: Job, stack: contextlib.ExitStack) -> Trainer:
     from torch.utils.data import DataLoader
 
     module, width = smooth_model_of(job.millions)
+    module.to(job.device)
     heap_kept = keep_heap(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     data = samples_of(job, width)
@@ -165,12 +173,10 @@ def trainer_of(job: Job, stack: contextlib.ExitStack) -> Trainer:
 
 def keep_heap(module) -> bool:
     """What `manyhands.join` does to malloc, whoever this peer is; whether it could be done."""
-    import torch
-
     from manyhands.replica.heap import keep_freed
 
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    return keep_freed(num_bytes, torch.device("cpu"), os.environ)
+    return keep_freed(num_bytes, next(module.parameters()).device, os.environ)
 
 
 def distributed(module, job: Job):
@@ -204,7 +210,9 @@ def take_turn(trainer: Trainer, job: Job) -> dict:
     sent, cpu, first = trainer.bytes_sent(), 0.0, 0.0
     for n, _ in enumerate(trainer.epoch(), 1):
         if n == WARM_UP:
+            wait_for(job.device)
             sent, cpu, first = trainer.bytes_sent(), time.process_time(), time.perf_counter()
+    wait_for(job.device)
     counted = job.steps - WARM_UP
     return {
         "step_s": (time.perf_counter() - first) / counted,
@@ -217,6 +225,14 @@ def take_turn(trainer: Trainer, job: Job) -> dict:
     }
 
 
+def wait_for(device: str) -> None:
+    """Until a GPU has done what it was given; the CPU has by then."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def count_of(module) -> int:
     return sum(p.numel() for p in module.parameters())
 
@@ -226,10 +242,11 @@ def final(module, job: Job, save_to: str) -> dict:
     import torch
     from torch.nn.functional import cross_entropy
 
-    flat = torch.cat([p.detach().view(-1) for p in module.parameters()])
+    flat = torch.cat([p.detach().view(-1) for p in module.parameters()]).cpu()
     if job.rank == 0:
         torch.save(flat, save_to)
-    inputs, labels = samples_of(job, module[0].in_features).tensors
+    data = samples_of(job, module[0].in_features)
+    inputs, labels = (tensor.to(job.device) for tensor in data.tensors)
     with torch.no_grad():
         loss = float(cross_entropy(module(inputs), labels))
     return {"digest": hashlib.sha256(flat.numpy().tobytes()).hexdigest(), "loss": loss}
@@ -247,16 +264,16 @@ class Bench:
 
     def measure(self, size: int, links: list[str]) -> list[dict]:
         """All rows of one number of peers."""
-        taking_turns = [link for link in links if link != "hivemind"]
-        rows = self._in_turns(size, taking_turns)
-        if "hivemind" in links:
-            rows += self._hivemind(size)
+        rows = self._in_turns(size, [link for link in links if link not in FOREIGN])
+        for link in FOREIGN:
+            rows += self._foreign(link, size) if link in links else []
         return rows
 
     def _jobs(self, link: str, size: int) -> list[Job]:
         args, where = self._args, where_of(link, self._urls, self._folder)
         common = {"link": link, "size": size, "millions": self._millions, "where": where}
         common |= {"batch": args.batch, "steps": WARM_UP + args.steps, "turns": args.turns}
+        common["device"] = args.device
         return [Job(rank=rank, **common) for rank in range(size)]
 
     def _in_turns(self, size: int, links: list[str]) -> list[dict]:
@@ -291,37 +308,15 @@ class Bench:
     def _saved(self, link: str, size: int) -> Path:
         return self._folder / f"{link}-{size}-{self._millions:g}.pt"
 
-    def _hivemind(self, size: int) -> list[dict]:
-        """Its row, if it gets that far; what it did before it was given up counts."""
-        script, said = str(Path(__file__).with_name("hivemind_trainer.py")), []
-        saved = str(self._saved("hivemind", size))
-        with contextlib.ExitStack() as stack:
-            crew = [
-                stack.enter_context(Worker(script, json.dumps(asdict(job))))
-                for job in self._jobs("hivemind", size)
-            ]
-            try:
-                first = crew[0].hear(crew, FOREIGN_TURN_S)
-                for worker in crew[1:]:
-                    worker.say(**first)
-                count = {worker.hear(crew, FOREIGN_TURN_S)["parameters"] for worker in crew}
-                for _ in range(FOREIGN_CHANCES * self._args.turns):
-                    if len(said) == self._args.turns:
-                        break
-                    for worker in crew:
-                        worker.say(save_to=saved)
-                    answers = [worker.hear(crew, FOREIGN_TURN_S) for worker in crew]
-                    if not all(answer["updates"] for answer in answers):
-                        print("a turn of hivemind without one common update", file=sys.stderr)
-                        continue
-                    answers[0]["meeting_cpu"] = answers[0]["meeting_peak"] = 0  # it has none
-                    tell("hivemind", size, self._millions, len(said), self._args.batch, answers)
-                    said.append(answers)
-            except (TimeoutError, RuntimeError) as error:
-                print(f"hivemind is given up for {size} peers: {error}", file=sys.stderr)
-                for worker in crew:
-                    end_tree(worker.process, patience_s=0.0)
-        return [self._row("hivemind", size, *count, {"hivemind": said})] if said else []
+    def _foreign(self, link: str, size: int) -> list[dict]:
+        """Its row, if it gets that far."""
+        crew = ForeignCrew(link, [json.dumps(asdict(job)) for job in self._jobs(link, size)])
+
+        def heard(turn: int, answers: list[dict]) -> None:
+            tell(link, size, self._millions, turn, self._args.batch, answers)
+
+        said = crew.turns(self._args.turns, str(self._saved(link, size)), heard)
+        return [self._row(link, size, crew.parameters, {link: said})] if said else []
 
     def _row(self, link: str, size: int, count: int, said: dict[str, list]) -> dict:
         turns = said[link]
@@ -335,6 +330,7 @@ class Bench:
             "parameters": count,
             "mbytes": count * 4 / 1e6,
             "wire": "fp32",
+            "device": self._args.device,
             "batch": self._args.batch,
             "heap_kept": all(a["heap_kept"] for turn in turns for a in turn),
             "turns": len(turns),
@@ -368,12 +364,8 @@ def where_of(link: str, urls: dict[str, str], folder: Path) -> str | None:
             return f"file://{folder / run}"
         case "alone":
             return f"local:///{run}"  # what `join` without an address does
-        case "amqp":
-            return f"{urls[link]}?run={run}"
-        case "hub":
-            address = parse_address(urls[link])
-            assert isinstance(address, HubAddress)
-            return f"hub://{address.host}:{address.port}/{run}?insecure=1"
+        case "hub" | "door" | "amqp":
+            return run_at(link, urls, run)
     return None
 
 
@@ -407,12 +399,13 @@ def tell(link: str, size: int, millions: float, turn: int, batch: int, answers: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", default="plain,alone,gloo,hub,amqp,hivemind,torchft")
+    parser.add_argument("--link", default="plain,alone,gloo,hub,door,amqp,hivemind,torchft")
     parser.add_argument("--peers", default="1,2,4", help="1: the links plain and alone")
     parser.add_argument("--parameters", default="2", help="millions")
     parser.add_argument("--batch", type=int, default=128, help="samples of a step, of all peers")
     parser.add_argument("--turns", type=int)
     parser.add_argument("--steps", type=int, help="of a turn, that count")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="few steps: does it run at all?")
     args = parser.parse_args()
@@ -421,7 +414,10 @@ def main() -> None:
     sizes = sorted(int(n) for n in args.peers.split(","))  # plain first: others are compared to it
     if any(args.batch % size for size in sizes):
         parser.error(f"a batch of {args.batch} cannot be shared equally, as DDP needs it")
-    links = installed(args.link.split(","))
+    links = args.link.split(",")
+    if args.device == "cuda" and (others := [link for link in links if link not in ALONE]):
+        parser.error(f"--device cuda is for {' and '.join(ALONE)}, not for {', '.join(others)}")
+    links = installed(links)
     rows = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -432,7 +428,7 @@ def main() -> None:
                 rows += bench.measure(size, [x for x in links if (x in ALONE) == (size == 1)])
     show(rows)
     if args.json:
-        result = {"bench": "train", "machine": machine(), "rows": rows}
+        result = {"bench": "train", "machine": machine(args.device), "rows": rows}
         store(args.json, result, asked=args.link.split(","))
     if wrong := [row for row in rows if not is_right(row, rows)]:
         sys.exit(f"{len(wrong)} of {len(rows)} rows trained something else than they should")
@@ -440,14 +436,11 @@ def main() -> None:
 
 def installed(links: list[str]) -> list[str]:
     """Those that can run here; says why the others are left out."""
-    if "hivemind" in links and importlib.util.find_spec("hivemind") is None:
-        print("hivemind is not installed and left out: pip install '.[bench]'", file=sys.stderr)
-        links = [link for link in links if link != "hivemind"]
-    if "torchft" in links:
-        found = importlib.util.find_spec("torchft") is not None
-        why = "nothing here runs it yet" if found else "it is not installed"
-        print(f"torchft is left out: {why}", file=sys.stderr)
-        links = [link for link in links if link != "torchft"]
+    remedies = {"hivemind": "pip install '.[bench]'", "torchft": "pip install torchft==0.2.0"}
+    for link, remedy in remedies.items():
+        if link in links and importlib.util.find_spec(link) is None:
+            print(f"{link} is not installed and left out: {remedy}", file=sys.stderr)
+            links = [other for other in links if other != link]
     return links
 
 

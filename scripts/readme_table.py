@@ -26,21 +26,35 @@ AVERAGES = {
     ("hub", "team", "bf16"): "hub without TLS, bf16 on the wire",
     ("hub", "team", "int8"): "hub without TLS, int8 on the wire",
     ("hub+tls", "team", "fp32"): "hub",
+    ("door", "team", "fp32"): "hub of the same machine, by its door",
+    ("door", "team", "bf16"): "the same, bf16",
+    ("bare-amqp", "bare-amqp", "fp32"): "a bare client of RabbitMQ: the least that any does",
+    ("bare-amqp", "bare-amqp", "bf16"): "the same, bf16",
     ("amqp", "team", "fp32"): "RabbitMQ",
     ("amqp", "team", "bf16"): "RabbitMQ, bf16 on the wire",
     ("amqp", "team", "int8"): "RabbitMQ, int8 on the wire",
     ("amqp+tls", "team", "fp32"): "RabbitMQ with TLS",
     ("hub", "rounds", "fp32"): "hub without TLS, elastic",
+    ("door", "rounds", "fp32"): "hub of the same machine, elastic",
     ("amqp", "rounds", "fp32"): "RabbitMQ, elastic",
     ("hivemind", "hivemind", "fp32"): "hivemind: peer to peer",
+}
+BACKENDS = {
+    "gloo": "gloo",
+    "bare": "a bare relay, for comparison: the least that any does",
+    "hub": "hub without TLS",
+    "door": "hub of the same machine, by its door",
+    "amqp": "RabbitMQ",
 }
 TRAININGS = {
     "plain": "a plain loop, one process",
     "alone": "the same with `manyhands.join`, alone",
     "gloo": "DDP over gloo",
     "hub": "`manyhands.join`, hub without TLS",
+    "door": "`manyhands.join`, hub of the same machine, by its door",
     "amqp": "`manyhands.join`, RabbitMQ",
     "hivemind": "hivemind.Optimizer",
+    "torchft": "torchft: its DDP over its gloo",
 }
 WAYS = {
     "plain": "a plain loop, one process",
@@ -51,6 +65,7 @@ WAYS = {
     "interleaved": "two stages a peer, interleaved",
     "torch": "torch.distributed.pipelining, 1F1B",
     "1f1b@hub": "two stages, 1F1B, hub without TLS",
+    "1f1b@door": "two stages, 1F1B, hub of the same machine, by its door",
     "1f1b@amqp": "two stages, 1F1B, RabbitMQ",
 }
 READERS = {
@@ -139,7 +154,7 @@ def ddp(result: dict) -> list[str]:
         "",
         *_head("", head),
     ]
-    for backend, name in (("gloo", "gloo"), ("hub", "hub without TLS"), ("amqp", "RabbitMQ")):
+    for backend, name in BACKENDS.items():
         found = [rows.get((backend, *cell)) for cell in cells]
         if any(found):
             lines.append(_row(name, [_steps(row) for row in found]))

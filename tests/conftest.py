@@ -11,12 +11,14 @@ import sys
 import warnings
 from contextlib import ExitStack
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.register_assert_rewrite("manyhands.testing.contract")
 
+from manyhands.doctor.machine import TRAPS, check_torch  # noqa: E402
 from manyhands.testing.broker import Broker  # noqa: E402
 from manyhands.testing.leaks import no_leaks  # noqa: E402
 
@@ -30,6 +32,21 @@ SEED = 20260101
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what it puts into the background, and all that is started from there.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_ISA = "ONEDNN_MAX_CPU_ISA"
+_TORCH_S = 120.0  # the first import on a machine with other work
+
+
+def pytest_configure() -> None:
+    """A virtual machine may have a processor whose AMX ends whoever uses it; no test is of that."""
+    cpuinfo = Path("/proc/cpuinfo")
+    named = cpuinfo.exists() and "amx_tile" in cpuinfo.read_text()
+    if named and _ISA not in os.environ and TRAPS in check_torch(_TORCH_S).findings:
+        os.environ[_ISA] = "AVX512_CORE_FP16"
+
+
+def pytest_report_header() -> str:
+    return f"{_ISA}={os.environ[_ISA]}" if _ISA in os.environ else ""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+import torch
 
 from manyhands.testing.processes import end_all, end_tree, is_gone
 
@@ -63,12 +64,13 @@ def test_links(tmp_path: Path) -> None:
 
 
 def test_allreduce(tmp_path: Path) -> None:
-    options = ["--link", "gloo,bare,hub,amqp", "--peers", "2", "--mbytes", "1", "--turns", "1"]
-    rows = rows_of(tmp_path, "allreduce", *options, "--wire", "fp32,int8", keys=AVERAGING)
+    options = ["--peers", "2", "--mbytes", "1", "--turns", "1", "--wire", "fp32,int8"]
+    links = "gloo,bare,bare-amqp,hub,door,amqp"
+    rows = rows_of(tmp_path, "allreduce", "--link", links, *options, keys=AVERAGING)
     told = {(row["link"], row["engine"], row["wire"]) for row in rows}
-    assert told == {("gloo", "gloo", "fp32"), ("bare", "bare", "fp32")} | {
+    assert told == {(link, link, "fp32") for link in ("gloo", "bare", "bare-amqp")} | {
         (link, engine, wire)
-        for link in ("hub", "amqp")
+        for link in ("hub", "door", "amqp")
         for engine in ("team", "rounds")
         for wire in ("fp32", "int8")
     }
@@ -116,10 +118,10 @@ def module_of(name: str) -> ModuleType:
 
 
 def test_ddp(tmp_path: Path) -> None:
-    options = ["--backend", "gloo,hub,amqp", "--ranks", "2", "--parameters", "0.1"]
+    options = ["--backend", "gloo,bare,hub,door,amqp", "--ranks", "2", "--parameters", "0.1"]
     keys = AVERAGING | {"parameters", "steps_per_s", "ratio_to_gloo", "difference_to_gloo"}
     rows = rows_of(tmp_path, "ddp", *options, "--turns", "1", keys=keys)
-    assert [row["link"] for row in rows] == ["gloo", "hub", "amqp"]
+    assert [row["link"] for row in rows] == ["gloo", "bare", "hub", "door", "amqp"]
     assert all(row["identical"] for row in rows)
 
 
@@ -136,17 +138,17 @@ TRAINING = AVERAGING | {
     "difference_to_plain",
     "peak_bytes",
     "heap_kept",
+    "device",
 }
 
 
 def test_train(tmp_path: Path) -> None:
-    options = ["--link", "plain,alone,gloo,hub,amqp,torchft", "--peers", "1,2", "--batch", "8"]
+    options = ["--link", "plain,alone,gloo,hub,door,amqp", "--peers", "1,2", "--batch", "8"]
     rows = rows_of(tmp_path, "train", *options, "--parameters", "0.1", keys=TRAINING)
-    assert [row["link"] for row in rows] == ["plain", "alone", "gloo", "hub", "amqp"]
+    assert [row["link"] for row in rows] == ["plain", "alone", "gloo", "hub", "door", "amqp"]
     assert all(row["identical"] for row in rows)
     assert all(row["difference_to_plain"] < 1e-5 for row in rows)
     assert len({row["heap_kept"] for row in rows}) == 1  # ratios are of nothing else
-    assert "torchft is left out" in (tmp_path / "log").read_text()
 
 
 def test_train_of_hivemind(tmp_path: Path) -> None:
@@ -157,6 +159,67 @@ def test_train_of_hivemind(tmp_path: Path) -> None:
     options = ["--link", "hivemind", "--peers", "2", "--parameters", "0.1", "--turns", "1"]
     (row,) = rows_of(tmp_path, "train", *options, keys=TRAINING)
     assert row["link"] == "hivemind"
+
+
+def test_train_of_torchft(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torchft") is None:
+        pytest.skip(
+            "torchft is not installed, so nothing here is compared: pip install torchft==0.2.0"
+        )
+    options = ["--link", "plain,torchft", "--peers", "1,2", "--parameters", "0.1", "--turns", "1"]
+    plain, row = rows_of(tmp_path, "train", *options, keys=TRAINING)
+    assert (plain["link"], row["link"]) == ("plain", "torchft")
+    assert row["identical"]
+    assert row["difference_to_plain"] < 1e-5
+
+
+@pytest.mark.parametrize("name", ["hivemind", "torchft"])
+def test_train_says_what_is_left_out(tmp_path: Path, name: str) -> None:
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed, so nothing leaves it out")
+    options = ["--link", f"plain,{name}", "--peers", "1", "--parameters", "0.1", "--turns", "1"]
+    (row,) = rows_of(tmp_path, "train", *options, keys=TRAINING)
+    assert row["link"] == "plain"
+    assert f"{name} is not installed and left out: pip install" in (tmp_path / "log").read_text()
+
+
+def test_train_on_a_gpu_is_for_one_peer(tmp_path: Path) -> None:
+    command = [sys.executable, FOLDER / "train.py", "--quick", "--device", "cuda"]
+    ended = subprocess.run(
+        [*command, "--link", "plain,gloo,amqp"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert ended.returncode == 2
+    assert "--device cuda is for plain and alone, not for gloo, amqp" in ended.stderr
+
+
+ON_META = """
+import contextlib
+from train import Job, trainer_of
+common = {"rank": 0, "size": 1, "millions": 0.01, "batch": 4, "steps": 2, "turns": 1}
+with contextlib.ExitStack() as stack:
+    trainer = trainer_of(Job(link="plain", device="meta", **common), stack)
+    print(sum(1 for _ in trainer.epoch()), *{p.grad.device for p in trainer.module.parameters()})
+"""
+
+
+def test_train_has_all_of_a_step_on_its_device(tmp_path: Path) -> None:
+    """Where nothing is computed, a step with a tensor of elsewhere fails as on a GPU."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ON_META],
+        cwd=FOLDER,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # see rows_of
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert ended.stdout.split() == ["2", "meta"], ended.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: NOT TESTED")
+def test_train_on_a_gpu(tmp_path: Path) -> None:
+    options = ["--link", "plain,alone", "--peers", "1", "--parameters", "0.1", "--device", "cuda"]
+    rows = rows_of(tmp_path, "train", *options, keys=TRAINING)
+    assert [(row["link"], row["device"]) for row in rows] == [("plain", "cuda"), ("alone", "cuda")]
 
 
 def test_order(tmp_path: Path) -> None:
@@ -404,8 +467,9 @@ def is_under(process: psutil.Process, folder: Path) -> bool:
 
 def test_stages(tmp_path: Path) -> None:
     ways = ["plain", "alone", "naive", "afab", "1f1b", "interleaved"]
-    ways += ["torch", "1f1b@hub", "1f1b@amqp"]
+    ways += ["torch", "1f1b@hub", "1f1b@door", "1f1b@amqp"]
     keys = ROW | {"way", "stages", "microbatches", "bubble", "bubble_in_theory", "ratio_to_plain"}
+    keys |= {"heap_kept"}
     small = ["--batch", "8", "--channels", "4", "--microbatches", "4", "--turns", "1"]
     rows = rows_of(tmp_path, "stages", "--way", ",".join(ways), *small, keys=keys)
     assert [row["way"] for row in rows] == ways

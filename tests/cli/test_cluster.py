@@ -6,17 +6,19 @@ import json
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.main import get_command
 
 from manyhands.cli.agent import host_name, numbers
-from manyhands.cli.cluster import same_cluster
 from manyhands.cli.main import COMMANDS
 from manyhands.cli.submit import default_name, variables
 from manyhands.cli.up import hosts_of
 from manyhands.cluster.code import Code
+from manyhands.cluster.follow import same_cluster
 from manyhands.cluster.foreground import READY_LINE
 from manyhands.cluster.identity import default_agent_state, open_identity
 from manyhands.cluster.job import State
@@ -39,6 +41,7 @@ FLAGS = {
         "--origin",
         "--slots",
         "--state",
+        "--terms",
         "--user",
     ],
     "submit": [
@@ -141,6 +144,21 @@ def test_one_key_is_one_job(call):
     assert "belongs to job" in err
 
 
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_is_a_slip_and_not_none(world, call, key):
+    before = world.cluster.jobs()
+    code, out, err = call("submit", "--key", key, "--", "true")
+    assert (code, out) == (2, "")
+    assert "--key is empty" in err
+    assert "hint:" in err
+    assert world.cluster.jobs() == before
+
+
+def test_no_grace_at_all(call):
+    code, out, _ = call("submit", "--json", "--grace", "0", "--", "true")
+    assert (code, json.loads(out)["spec"]["grace_s"]) == (0, 0.0)
+
+
 def test_wait_shows_the_output_and_exits_as_the_job_does(call):
     script = "echo out; echo err >&2; exit 7"
     code, out, err = call("submit", "--wait", "--", "sh", "-c", script)
@@ -160,6 +178,18 @@ def test_wait_and_a_time_limit(call):
     assert "TIMEOUT" in err
 
 
+def until_idle(process):
+    """It waits for an answer. A Ctrl-C in the moment before was not heeded once, of many; where it
+    was lost is not known (Python ignores one that comes while an object is cleared away).
+    """
+    end_s, looked = time.monotonic() + WAIT_S, psutil.Process(process.pid)
+    before = None
+    while (now := looked.cpu_times()[:2]) != before or looked.status() != psutil.STATUS_SLEEPING:
+        assert time.monotonic() < end_s
+        before = now
+        time.sleep(0.1)
+
+
 def test_ctrl_c_in_wait_leaves_the_job(world):
     process = world.start(
         *("submit", "--state", str(world.state), "--wait", "--"),
@@ -169,6 +199,7 @@ def test_ctrl_c_in_wait_leaves_the_job(world):
         text=True,
     )
     assert process.stdout.readline() == "ready\n"
+    until_idle(process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130
@@ -190,6 +221,8 @@ def test_ctrl_c_in_wait_leaves_the_job(world):
         (["--gpus", "3", "--", "true"], "asks for 3 slots, and the cluster has 2"),
         (["--gpus", "2", "--batch", "1", "--", "true"], "cannot be split over 2"),
         (["--time", "soon", "--", "true"], "--time cannot be 'soon'"),
+        (["--time", "0", "--", "true"], "--time is 0; it has to be more than 0"),
+        (["--grace", "2d", "--", "true"], "--grace is 2d; it has to be from 0, and at most 1d"),
         (["--env", "NOVALUE", "--", "true"], "--env 'NOVALUE' has no value"),
         (["--env", "RANK=3", "--", "true"], "RANK is set by the cluster"),
         (["--priority", "urgent", "--", "true"], "urgent"),
@@ -233,6 +266,7 @@ def test_jobs(call, failed):
     listed = json.loads(call("jobs", "--json", "--in", "failed")[1])
     assert {job["state"] for job in listed} == {"FAILED"}
     assert failed.id in {job["id"] for job in listed}
+    assert call("jobs", "--in", "preempted")[1].startswith("no job is PREEMPTED; manyhands jobs")
 
 
 def test_status_has_the_failure_on_top_and_every_step(call, failed):
@@ -278,6 +312,39 @@ def test_logs_are_followed_to_the_end(world):
     assert (process.returncode, out) == (0, "two\n")
 
 
+def test_logs_of_another_rank_are_followed_to_the_end(world):
+    """And of no other: rank 0 has said its word before rank 1 does."""
+    script = "test $RANK = 0 && echo of 0 && touch zero; "
+    script += "while ! test -e zero; do sleep 0.02; done; test $RANK = 0 || echo of $RANK; "
+    job = world.submit(script + "while ! test -e last; do sleep 0.02; done; echo end $RANK", gpus=2)
+    process = world.start(
+        *("logs", "--state", str(world.state), str(job.id), "-f", "--rank", "1"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "of 1\n"
+    (world.folder / "last").touch()
+    out, _ = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (0, "end 1\n")
+
+
+def test_logs_that_are_followed_say_why_the_job_failed(world):
+    """Another rank than the one that is shown."""
+    script = "test $RANK = 1 || exec sleep 1e9; while ! test -e fail; do sleep 0.02; done; "
+    job = world.submit(f"echo rank $RANK; {script} echo no luck; exit 9", gpus=2)
+    process = world.start(
+        *("logs", "--state", str(world.state), str(job.id), "-f"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "rank 0\n"
+    (world.folder / "fail").touch()
+    _, err = process.communicate(timeout=WAIT_S)
+    assert "failed first, with exit code 9:\n    rank 1\n    no luck\n" in err
+    assert re.search(rf"^job {job.id}: FAILED; rank 1 on \S+ failed with exit code 9$", err, re.M)
+
+
 def test_nodes(call):
     code, out, _ = call("nodes")
     assert code == 0
@@ -292,6 +359,8 @@ def test_cancel(world, call):
     job = world.submit("exec sleep 600")
     code, out, _ = call("cancel", "--wait", str(job.id))
     assert (code, out) == (0, f"job {job.id}: CANCELLED\n")
+    code, out, _ = call("cancel", str(job.id))
+    assert (code, out) == (0, f"job {job.id}: CANCELLED; it was over already, and stays as it is\n")
     again = call("cancel", "--json", str(job.id))
     assert (again[0], json.loads(again[1])[0]["exit_code"]) == (0, 143)
 
@@ -314,7 +383,10 @@ def test_numbers_that_no_job_has(call, command):
 
 def test_ranks_and_attempts_that_are_not_there(call, failed):
     assert call("logs", str(failed.id), "--rank", "5")[0] == 2
-    assert call("logs", str(failed.id), "--attempt", "5")[0] == 2
+    for options in (["--attempt", "5"], ["--attempt", "1"], ["--attempt", "1", "-f"]):
+        code, out, err = call("logs", str(failed.id), *options)
+        assert (code, out) == (2, "")
+        assert f"job {failed.id} has attempts 0 to 0, not {options[1]}" in err
 
 
 def test_another_way_to_say_where(world, call):
@@ -360,7 +432,8 @@ def test_a_cluster_that_was(tmp_path):
         world.up("--slots", "0").end()
         done = world.command("jobs", "--state", str(world.state))
         assert done.returncode == 1
-        assert "manyhands up" in done.stderr
+        assert f"is it up? `manyhands up --state {world.state}` starts it" in done.stderr
+        assert "MANYHANDS_COORDINATOR" not in done.stderr  # with --state it is not looked at
         done = world.command("down", "--state", str(world.state))
         assert (done.returncode, done.stdout) == (0, "the cluster is down\n")
         assert "it was not up" in done.stderr
@@ -384,6 +457,8 @@ def test_up_for_people(tmp_path):
         said = "\n".join(lines)
         assert "mhc1-" in said
         assert f"manyhands submit --state {world.state}" in said
+        hub = int((world.state / "hub" / "port").read_text())
+        assert f"hub          127.0.0.1:{hub} (" in said
         assert (tmp_path / "logs").is_dir()
         process.terminate()
         out, err = process.communicate(timeout=WAIT_S)
@@ -397,6 +472,8 @@ def test_up_for_people(tmp_path):
     [
         (["up", "--hostfile", "none.txt"], 2, "cannot read the hostfile"),
         (["up", "--lease", "0.1"], 2, "a lease of 0.1 s"),
+        (["up", "--user", "no-such-user"], 2, "there is no user 'no-such-user'"),
+        (["up", "--user", ""], 2, "there is no user ''"),
         (["up", "--ssh", "ssh 'half"], 2, "--ssh"),
         (["up", "--bind", "127.0.0.1:none"], 2, "HOST:PORT"),
         (["up", "--bind", "192.0.2.1:0"], 1, "cannot listen"),
@@ -414,6 +491,13 @@ def test_errors_say_what_to_do(tmp_path, arguments, code, words):
     assert words in done.stderr
     assert "hint:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_help_of_up_says_how_a_hostfile_is_written(tmp_path):
+    """What looks like markup is not swallowed."""
+    done = World(tmp_path).command("up", "--help")
+    said = " ".join(re.sub(r"[^\x20-\x7e]", " ", done.stdout).split())
+    assert "ADDRESS,GPU or HOST or HOST slots=N." in said
 
 
 # -- small things -----------------------------------------------------------------------------

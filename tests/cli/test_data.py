@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from manyhands.cli import data as data_command
 from manyhands.cli import main as cli
 from manyhands.data.project import EXAMPLE
 
@@ -119,6 +121,35 @@ def test_check_reports_all_problems(data, content, tmp_path):
     code, out, _ = data("check", "good", "other")
     assert code == 1
     assert out == ("ok       good\nproblem  other: there is no such data set\n1 of 2 can be used\n")
+
+
+def test_a_place_that_does_not_answer_is_named_and_the_rest_is_said_before(
+    data, content, monkeypatch, capsys
+):
+    """As a bucket behind a server that takes connections and says nothing: for minutes."""
+    data("add", "good", content)
+    data("add", "silent", content)
+    before, told = [], threading.Event()
+
+    def note(text, note=data_command.note):
+        note(text)
+        if "silent" in text:
+            told.set()
+
+    def touch(found, touch=data_command.touch):
+        if found.name == "silent":
+            assert told.wait(30.0)
+            before.append(capsys.readouterr())
+        touch(found)
+
+    monkeypatch.setattr(data_command, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(data_command, "note", note)
+    monkeypatch.setattr(data_command, "touch", touch)
+    code, out, _ = data("check")
+    assert (code, out) == (0, "ok       silent\n2 of 2 can be used\n")
+    (said,) = before
+    assert said.out == "ok       good\n"
+    assert said.err.endswith("silent: no answer yet (Ctrl-C ends it)\n")
 
 
 def test_a_broken_file_is_an_error_for_list(data, tmp_path):

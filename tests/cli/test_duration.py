@@ -58,6 +58,15 @@ def test_what_is_no_time(text):
     assert "1:30:00" in caught.value.hint
 
 
+def test_what_is_too_little_or_too_much_says_what_would_do():
+    assert parse_duration("0", zero=True) == 0
+    assert parse_duration("1d", most_s=86400.0) == 86400
+    with pytest.raises(SettingsError, match="a limit is 0; it has to be more than 0, and at most"):
+        parse_duration("0", what="a limit")
+    with pytest.raises(SettingsError, match="a grace is 2d; it has to be from 0, and at most 1d"):
+        parse_duration("2d", what="a grace", zero=True, most_s=86400.0)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0s"), (-3, "0s"), (59.4, "59s"), (59.6, "1m00s"), (3725, "1h02m"), (180000, "2d02h")],

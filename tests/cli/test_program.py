@@ -40,6 +40,8 @@ def check(folder, *command):
         "python -m anything.at.all",
         "python -um pkg",
         "python -c pass nothing.py",
+        "python train.py -m torch.distributed.run",
+        "python -c -m torch.distributed.run",
         "python -",
         "python pack",
     ],
@@ -60,6 +62,8 @@ def test_what_can_be_run(folder, command):
         ("bin/python -u tarin.py", "there is no script", "--workdir"),
         ("python empty", "without a __main__.py", "script"),
         ("torchrun train.py", "starts processes, and so does the cluster", "leave it out"),
+        ("python -m torch.distributed.run x.py", "torch.distributed.run starts", "leave it out"),
+        ("python -X dev -umtorch.distributed.launch x.py", "launch starts", "leave it out"),
     ],
 )
 def test_what_cannot(folder, command, words, remedy):

@@ -49,7 +49,7 @@ def test_setup_list_purge(broker, names):
     assert "manyhands queues setup" in err
     code, _, err = queues("list", "--url", url, "a b;c", "ü")
     assert code == 1
-    assert "manyhands queues setup 'a b;c' 'ü'" in err  # to be pasted
+    assert "manyhands queues setup 'a b;c' 'ü' --url URL" in err  # to be pasted
     code, out, err = queues("setup", "--json", "--url", url, *names)
     assert (code, err) == (0, "")
     assert json.loads(out) == {"made": names, "bound": names, "user": []}
@@ -58,6 +58,10 @@ def test_setup_list_purge(broker, names):
     assert (code, out) == (0, f"{names[0]}: was there, bound to amq.topic\n")
     code, out, _ = queues("list", "--json", "--url", url, *names)
     assert (code, json.loads(out)[names[0]]["messages"]) == (0, 1)
+    code, out, err = queues("purge", "--url", url, *names, "mistyped")
+    assert (code, out) == (1, "")
+    assert "no queue mistyped: nothing was purged" in err
+    assert "manyhands queues setup" in err
     code, out, _ = queues("purge", "--url", url, *names)
     assert out == f"{names[0]}: 1 message purged\n{names[1]}: 0 messages purged\n"
     code, out, _ = queues("list", "--url", url, names[0])

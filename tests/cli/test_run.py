@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -239,6 +240,51 @@ def test_interrupted_copies_say_in_a_line_where_they_were(launch):
     assert code == 130
     said = re.findall(r'\[\S+-(\d)\] interrupted: File ".*train.py", line 5, in <module>\n', err)
     assert sorted(said) == ["0", "1"]
+
+
+TRAIN = """
+import os, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import manyhands as mh
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+again = "MANYHANDS_RESUME" in os.environ
+with mh.join() as run:
+    model, optimizer, loader, _ = run.wrap(model, optimizer, data, checkpoints=sys.argv[1])
+    first = run.round
+    print("begins", first, flush=True)
+    for _ in range(1 if again else 1_000_000):
+        for (x,) in loader:
+            if run.round == 5:
+                print("ready", os.getpid(), flush=True)
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_the_command_that_an_interrupted_run_says_goes_on_from_there(launch, tmp_path):
+    saved = str(tmp_path / "a place")
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    launcher = launch(TRAIN, "-n", "1", arguments=[saved], env=env)
+    launcher.until(1)
+    launcher.process.send_signal(signal.SIGINT)
+    _, err = launcher.process.communicate(timeout=WAIT_S)  # a single copy shows its own traceback
+    assert launcher.process.returncode == 130
+    round_, command = re.search(r"to go on from round (\d+): (.+)", err.decode()).groups()
+    assert int(round_) > 5
+    name, word, *words = shlex.split(command)
+    assert (name, word) == ("manyhands", "run")
+    again = Launcher(words[-2], *words[:-2], arguments=words[-1:], env=env)
+    try:
+        code, out, err = again.end()
+    finally:
+        close(again.process)
+    assert code == 0, err
+    assert f"begins {round_}\n" in out
 
 
 def test_what_the_user_has_set_stays(launch):

@@ -62,6 +62,18 @@ class TestHost:
         if wait:
             self.office.wait(lambda: len(self.office.statuses) > said, "the agent's first Status")
 
+    def shorten_lease(self, lease_s: float = 1.0) -> None:
+        """By a coordinator that grants less; one that a test can wait for. A machine that is busy
+        may miss it at once: what has to be there before is, by then.
+        """
+        said = len(self.office.hellos)
+        self.office.lease_s = lease_s
+        self.office.restart()
+        self.office.wait(lambda: len(self.office.hellos) > said, "another Hello")
+        said = len(self.office.statuses)
+        # Keepers have been told of the lease when the agent says what it holds.
+        self.office.wait(lambda: len(self.office.statuses) > said, "a Status after it")
+
     def _port(self) -> list[str]:
         return [str(self._server.port)]
 

@@ -33,7 +33,7 @@ class Story:
         self.book.keep()
         return self.book.refresh()
 
-    def again(self, lease_s=LEASE_S, decide=first_come):
+    def again(self, lease_s=LEASE_S, decide=first_come, **arguments):
         """The coordinator is restarted, perhaps with another lease."""
         self.keep()
         self.book = Book(
@@ -45,6 +45,7 @@ class Story:
             hosts=list(self.rows.values()),
             next_id=max(self.over) + 1,
             version=10**9,
+            **arguments,
         )
         self.keep()
 

@@ -44,13 +44,6 @@ def host(tmp_path: Path) -> Iterator[TestHost]:
         yield made
 
 
-@pytest.fixture
-def brief(tmp_path: Path) -> Iterator[TestHost]:
-    """With a lease that a test can wait for, and a loaded machine can keep."""
-    with TestHost(tmp_path, lease_s=4.0) as made:
-        yield made
-
-
 def exit_codes(host: TestHost, job: int = 1, attempt: int = 0) -> dict[int, int]:
     holding = host.office.holding(job, attempt)
     return {end.rank: end.exit_code for end in holding.ended}
@@ -105,9 +98,16 @@ EXPECTED = {
     "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "2",
     "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_NAME": "default",
+    "ROLE_RANK": "1",
+    "ROLE_WORLD_SIZE": "2",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_RUN_ID": "job-1",
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
     "MANYHANDS_JOB": "1",
     "MANYHANDS_ATTEMPT": "c1/1/2",
     "MANYHANDS_RESTART_COUNT": "2",
@@ -115,6 +115,7 @@ EXPECTED = {
     "MANYHANDS_URL": "mh1-secretsecretsecret",
     "MANYHANDS_RUN": "job-1-2",
     "MANYHANDS_MIN_PEERS": "2",
+    "MANYHANDS_OUTAGE": "120",
     "MANYHANDS_NAME": "rank-1",
     "OMP_NUM_THREADS": "1",
     "MINE": "x",
@@ -382,37 +383,42 @@ def test_another_cluster_at_the_same_address_ends_the_jobs_of_the_first(host) ->
     assert host.office.holding(1) is None
 
 
-def test_a_lease_that_ends_ends_the_jobs_and_the_agent_comes_back(brief) -> None:
-    brief.start()
-    brief.office.want(want(STUBBORN))
-    processes = brief.said()
-    brief.office.cut()
+def test_a_lease_that_ends_ends_the_jobs_and_the_agent_comes_back(host) -> None:
+    host.start()
+    host.office.want(want(STUBBORN))
+    processes = host.said()
+    host.shorten_lease()
+    host.office.cut()
     assert gone(processes)
-    brief.office.mend()
-    assert brief.office.wait_phase(Phase.ENDED).lost == LEASE_ENDED
-    brief.office.want(want(SUCCEEDS, attempt=1))
-    brief.office.wait_phase(Phase.ENDED, attempt=1)
-    assert exit_codes(brief, attempt=1) == {0: 0}
+    host.office.lease_s = 60.0
+    host.office.mend()
+    assert host.office.wait_phase(Phase.ENDED).lost == LEASE_ENDED
+    host.office.want(want(SUCCEEDS, attempt=1))
+    host.office.wait_phase(Phase.ENDED, attempt=1)
+    assert exit_codes(host, attempt=1) == {0: 0}
 
 
-def test_an_agent_of_up_goes_when_its_lease_ends(brief) -> None:
-    brief.start(origin="up")
-    brief.office.want(want(STUBBORN))
-    processes = brief.said()
-    brief.office.cut()
-    assert brief.words() == "the coordinator did not answer for a lease"
+def test_an_agent_of_up_goes_when_its_lease_ends(host) -> None:
+    host.start(origin="up")
+    host.office.want(want(STUBBORN))
+    processes = host.said()
+    host.shorten_lease()
+    host.office.cut()
+    assert host.words() == "the coordinator did not answer for a lease"
     assert gone(processes)
 
 
-def test_ranks_of_an_agent_that_is_stopped_end_with_the_lease(brief) -> None:
+def test_ranks_of_an_agent_that_is_stopped_end_with_the_lease(host) -> None:
     """The one thing that an agent cannot see to itself."""
-    brief.start()
-    brief.office.want(want(STUBBORN))
-    processes = brief.said()
-    brief.agent.send_signal(signal.SIGSTOP)
+    host.start()
+    host.office.want(want(STUBBORN))
+    processes = host.said()
+    host.shorten_lease()
+    host.agent.send_signal(signal.SIGSTOP)
     assert gone(processes)
-    brief.agent.send_signal(signal.SIGCONT)
-    assert brief.office.wait_phase(Phase.ENDED).lost == LEASE_ENDED
+    host.office.lease_s = 60.0
+    host.agent.send_signal(signal.SIGCONT)
+    assert host.office.wait_phase(Phase.ENDED).lost == LEASE_ENDED
 
 
 def test_an_agent_that_is_refused_says_why_and_goes(host) -> None:
@@ -468,7 +474,7 @@ def test_the_cluster_goes_down(host) -> None:
     host.office.want(want(POLITE))
     processes = host.said()
     host.office.want(want(POLITE, stop=True), leave=True)
-    assert host.words() == "the cluster goes down"
+    assert host.words() == "the coordinator told it to leave"
     assert gone(processes)
     assert host.office.holding().phase is Phase.ENDED
 

@@ -37,10 +37,11 @@ def test_what_was_wanted_before_a_lapse_is_not_started_after_it(tmp_path) -> Non
     """It may run elsewhere by now. A Status that is answered says nothing about that."""
     count = tmp_path / "count"
     given_away = want(python(f"open({str(count)!r}, 'a').write('x')"), job=2)
-    with TestHost(tmp_path, lease_s=4.0) as host:
+    with TestHost(tmp_path) as host:
         host.start()
         host.office.want(want(STUBBORN))
         processes = host.said()
+        host.shorten_lease()
         host.agent.send_signal(signal.SIGSTOP)
         host.office.want(want(STUBBORN), given_away)  # the answer lies in the agent's socket
         assert gone(processes)  # by their keeper: the lease is over

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
 from manyhands.cluster.account import account_of
-from manyhands.cluster.attempt import Attempt
+from manyhands.cluster.attempt import KEEPER_PATIENCE_S, Attempt, order_of
 from manyhands.cluster.comparison import Deed, Held, Verb, compare
 from manyhands.cluster.environment import RESERVED, of_user, rank_environments, scrubbed
 from manyhands.cluster.errors import BadJob
@@ -20,6 +22,7 @@ from manyhands.cluster.line import Line, Rejected, Renewed, Reported, Wanted, We
 from manyhands.cluster.messages import Hello, Kind, Phase, Slot, Status
 from manyhands.cluster.rest import Rest
 from manyhands.cluster.submission import checked
+from manyhands.cluster.uploads import Flooded, Uploads, _Upload
 from manyhands.cluster.words import MAX_WORDS_BYTES, last_words, words_of
 from manyhands.core.errors import ManyhandsError, UsageError
 from tests.cluster.offices import PATIENCE_S, FakeOffice, want
@@ -130,6 +133,127 @@ def test_a_refusal_that_lasts_ends_the_line() -> None:
         assert event.error.code == "no"
         assert len(office.hellos) == 3
         office.close()
+
+
+class Connected:
+    """A line that always has a connection."""
+
+    def wait_connected(self, timeout_s=None):
+        return 1
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """How much of it is free: the test says."""
+    free = SimpleNamespace(f_bavail=1 << 30, f_frsize=1)
+    monkeypatch.setattr("manyhands.cluster.uploads.os.statvfs", lambda path: free)
+    return free
+
+
+@pytest.fixture
+def looked():
+    """Uploads whose looks the test takes itself, with what they told."""
+    events, office = queue.SimpleQueue(), FakeOffice()
+    uploads = Uploads(lambda: office, Connected(), "h", "a", events.put, reserve_bytes=2_000_000)
+    yield SimpleNamespace(keep_room=uploads._keep_room, cut=uploads._cut, told=events)
+    office.close()
+
+
+def grow(log, more) -> None:
+    with log.open("ab") as file:
+        file.write(b"x" * more)
+
+
+def test_a_log_that_takes_the_last_room_of_the_disk_ends_its_rank(tmp_path, disk, looked):
+    """The one that grows fastest, in two looks, once told; and it is cut, but for what was sent."""
+    long, short, key = tmp_path / "long", tmp_path / "short", Key("c", 1, 0)
+    open_ones = [_Upload(key, 0, short), _Upload(key, 1, long, offset=500)]
+    looked.keep_room(open_ones)  # neither is there yet
+    grow(long, 5_000_000)
+    grow(short, 2_500_000)
+    disk.f_bavail = 2_000_000
+    looked.keep_room(open_ones)
+    grow(long, 600_000)
+    grow(short, 400_000)
+    disk.f_bavail = 1_000_000
+    looked.keep_room(open_ones)
+    assert looked.told.empty()
+    disk.f_bavail -= 4096  # of somebody else's
+    for _ in range(2):
+        looked.keep_room(open_ones)
+    assert looked.told.get(timeout=0) == Flooded(key, 1, open_ones[1].why)
+    assert looked.told.empty()
+    open_ones[1].ended = True
+    looked.cut(open_ones[1])
+    text = long.read_bytes()
+    assert len(text.rstrip(b"x")) < 5_600_000 - 1_000_000
+    assert text.endswith(b"the rest of this log is gone\n")
+    open_ones[1].offset, open_ones[1].why = 100_000_000, "again"
+    looked.cut(open_ones[1])
+    assert long.read_bytes().startswith(text)
+
+
+def test_a_long_log_is_let_be_while_something_else_fills_the_disk(tmp_path, disk, looked):
+    log = tmp_path / "log"
+    grow(log, 6_000_000)
+    upload = _Upload(Key("c", 1, 0), 0, log)
+    disk.f_bavail = 3_000_000
+    for _ in range(20):  # it goes on writing, a tenth of what goes
+        looked.keep_room([upload])
+        grow(log, 15_000)
+        disk.f_bavail -= 150_000
+    for _ in range(20):  # the disk as it is, and a line now and then
+        looked.keep_room([upload])
+        grow(log, 100)
+        disk.f_bavail -= 100
+    assert looked.told.empty()
+    for _ in range(4):  # now it is what grows, while others make more room than it takes
+        grow(log, 150_000)
+        disk.f_bavail += 50_000
+        looked.keep_room([upload])
+    assert looked.told.empty()
+    for _ in range(4):
+        grow(log, 150_000)
+        disk.f_bavail -= 150_000
+        looked.keep_room([upload])
+    assert looked.told.get(timeout=0) == Flooded(upload.key, 0, upload.why)
+
+
+def test_a_log_is_cut_so_that_its_rest_can_be_sent_to_the_same_disk(tmp_path, disk, looked):
+    """A copy of each piece is refused where less than the reserve would be left."""
+    log = tmp_path / "log"
+    grow(log, 12_000_000)
+    upload = _Upload(Key("c", 1, 0), 0, log, offset=1_000_000, ended=True, why="it floods")
+    disk.f_bavail = 500_000
+    looked.cut(upload)
+    size = log.stat().st_size
+    assert size > 4_000_000  # what can be kept is
+    free = 500_000 + 12_000_000 - size
+    assert free - (size - upload.offset) > 2_000_000
+
+
+def test_a_log_that_filled_the_disk_before_it_was_looked_at_is_known(tmp_path, disk, looked):
+    log, upload = tmp_path / "log", _Upload(Key("c", 1, 0), 0, tmp_path / "log")
+    grow(log, 6_000_000)
+    disk.f_bavail = 0
+    looked.keep_room([upload])
+    assert looked.told.empty()
+    looked.keep_room([upload])
+    assert looked.told.get(timeout=0) == Flooded(upload.key, 0, upload.why)
+
+
+def test_an_attempt_that_has_failed_is_ended_at_once_when_its_log_takes_the_room(tmp_path):
+    """Until it ends, nobody else's log is looked at; and what failed first stays the reason."""
+    attempt = Attempt(KEY, "h", tmp_path)
+    attempt.fail(0, "it floods", 5.0)  # nothing runs yet, or any more
+    assert not attempt.stopping
+    attempt.phase = Phase.RUNNING
+    attempt.note(b'{"failed": {"rank": 1, "exit_code": 3, "at_s": 1.0}}')
+    attempt.stop(60.0, 5.0)
+    attempt.fail(0, "it floods", 6.0)
+    assert attempt.overdue_s == 6.0 + KEEPER_PATIENCE_S
+    failure = attempt.holding().failure
+    assert (failure.rank, failure.exit_code, failure.words) == (1, 3, "")
 
 
 # The comparison
@@ -323,21 +447,32 @@ def test_gpus_of_an_attempt_are_seen_by_all_its_ranks() -> None:
     wanted = want(("x",), ranks=2)
     task = msgspec.structs.replace(wanted.task, ranks=((4, 3), (5, 1)))
     made = rank_environments(
-        {"PATH": "/bin"}, "/venv/bin/python", {}, msgspec.structs.replace(wanted, task=task), slots
+        {"PATH": "/bin"},
+        "/venv/bin/python",
+        {},
+        msgspec.structs.replace(wanted, task=task),
+        slots,
+        15.0,
     )
     assert [made[rank]["CUDA_VISIBLE_DEVICES"] for rank in (4, 5)] == ["GPU-3,GPU-1"] * 2
     assert [made[rank]["LOCAL_RANK"] for rank in (4, 5)] == ["0", "1"]
     assert made[4]["PATH"] == "/venv/bin:/bin"
     assert made[4].keys() & RESERVED == RESERVED - {
         *("MANYHANDS_ATTEMPT", "MANYHANDS_HOST", "MANYHANDS_BATCH"),
-        *("MANYHANDS_URL", "MANYHANDS_RUN"),
+        *("MANYHANDS_URL", "MANYHANDS_RUN", "MANYHANDS_CORES"),
     }
 
 
 def test_what_a_job_sets_does_not_hide_what_is_ours() -> None:
     wanted = want(("x",), env={"OMP_NUM_THREADS": "9", "RANK": "9"})
-    made = rank_environments({}, "/p", {}, wanted, [Slot(0, Kind.CPU, "0-1")])
+    made = rank_environments({}, "/p", {}, wanted, [Slot(0, Kind.CPU, "0-1")], 15.0)
     assert (made[0]["OMP_NUM_THREADS"], made[0]["RANK"]) == ("9", "0")
+
+
+def test_a_rank_is_told_of_the_cores_that_it_is_pinned_to() -> None:
+    slots = [Slot(0, Kind.CPU, "0-1,4"), Slot(1, Kind.CPU, "")]
+    made = rank_environments({}, "/p", {}, want(("x",), ranks=2), slots, 15.0)
+    assert [made[rank].get("MANYHANDS_CORES") for rank in range(2)] == ["3", None]
 
 
 @pytest.mark.parametrize(("env", "few"), [({}, "3"), ({"MANYHANDS_MIN_PEERS": "1"}, "1")])
@@ -345,8 +480,39 @@ def test_a_run_begins_with_all_ranks_unless_the_job_says_otherwise(env, few) -> 
     wanted = want(("x",), ranks=3, hub="mh1-code", env=env)
     assert checked(wanted.task.spec).env == env
     slots = [Slot(index, Kind.CPU, "") for index in range(3)]
-    made = rank_environments({}, "/p", {}, wanted, slots)
+    made = rank_environments({}, "/p", {}, wanted, slots, 15.0)
     assert [made[rank]["MANYHANDS_MIN_PEERS"] for rank in range(3)] == [few] * 3
+
+
+@pytest.mark.parametrize(("env", "outage"), [({}, "660"), ({"MANYHANDS_OUTAGE": "5"}, "5")])
+def test_ranks_look_for_their_hub_for_as_long_as_they_live_without_a_coordinator(env, outage):
+    wanted = want(("x",), hub="mh1-code", env=env)
+    made = rank_environments({}, "/p", {}, wanted, [Slot(0, Kind.CPU, "")], 600.0)
+    assert made[0]["MANYHANDS_OUTAGE"] == outage
+    alone = rank_environments({}, "/p", {}, want(("x",)), [Slot(0, Kind.CPU, "")], 600.0)
+    assert "MANYHANDS_OUTAGE" not in alone[0]
+
+
+def test_a_python_that_is_closed_to_the_jobs_user_is_not_passed_over_for_another(
+    tmp_path, monkeypatch
+) -> None:
+    """exec passes over what is closed on the PATH, and takes a path as it is."""
+    python = tmp_path / "python"
+    python.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    user = {"uid": 65534, "gid": 65534, "groups": [65534]}
+
+    def first_word(command, user, **env):
+        wanted, slots = want(command, env=env), [Slot(0, Kind.CPU, "")]
+        given = {"folder": tmp_path, "workdir": "/", "lease_until_s": 0.0, "user": user}
+        return order_of(wanted, {0: {}}, slots, **given)["command"][0]
+
+    assert first_word(("python", "x.py"), user) == str(python)
+    assert first_word(("python", "x.py"), None) == "python"
+    assert first_word(("sh", "-c", "true"), user) == "sh"
+    assert first_word(("./python",), user) == "./python"
+    # A job that brings a PATH of its own has said where its programs are.
+    assert first_word(("python", "x.py"), user, PATH="/opt/theirs/bin:/bin") == "python"
 
 
 def test_scrubbing_takes_ours_and_leaves_the_users() -> None:
@@ -367,7 +533,9 @@ def test_scrubbing_takes_ours_and_leaves_the_users() -> None:
 
 
 def test_an_empty_path_does_not_mean_the_jobs_own_folder() -> None:
-    made = rank_environments({"PATH": ""}, "/venv/bin/python", {}, WANT, [Slot(0, Kind.CPU, "")])
+    made = rank_environments(
+        {"PATH": ""}, "/venv/bin/python", {}, WANT, [Slot(0, Kind.CPU, "")], 15.0
+    )
     assert made[0]["PATH"] == f"/venv/bin:{os.defpath}"
 
 

@@ -50,7 +50,9 @@ def test_the_document_has_every_route_and_no_other():
     assert described == {(route.path, route.method) for route in ROUTES}
     for route in ROUTES:
         operation = paths[route.path][route.method.lower()]
-        assert operation["security"] == ([] if route.role is None else [{route.role.value: []}])
+        roles = Role if route.role is None else [route.role]
+        assert operation["security"] == [{role.value: []} for role in roles]
+        assert "401" in operation["responses"]
         named = {part["name"] for part in operation["parameters"] if part["in"] == "path"}
         assert named == set(re.findall(r"{(\w+)}", route.path))
         asked = {part["name"] for part in operation["parameters"] if part["in"] == "query"}
@@ -66,8 +68,10 @@ def test_every_reference_of_the_document_leads_somewhere():
     assert names <= set(made["components"]["schemas"])
 
 
-def test_the_document_is_open_and_has_no_secret(served):
-    status, headers, body = served.request("GET", "/openapi.json")
+def test_the_document_is_for_those_with_a_token_and_has_no_secret(served):
+    assert served.request("GET", "/openapi.json")[0] == 401
+    assert served.request("GET", "/openapi.json", token=served.agent)[0] == 200
+    status, headers, body = served.request("GET", "/openapi.json", token=served.user)
     assert status == 200
     assert headers["content-type"] == "application/json"
     assert json.loads(body) == json.loads(msgspec.json.encode(document()))
@@ -194,6 +198,15 @@ def test_logs_are_read_in_pieces_until_they_have_ended(served):
     assert read(served, "offset=99") == (b"", 0, 99, "true")
     assert read(served, "rank=2") == (404, "no-such-rank")
     assert read(served, "attempt=2") == (404, "no-such-attempt")
+
+
+def test_the_next_attempt_can_be_asked_for_while_there_may_be_one(served):
+    served.cluster().submit(["x"])
+    served.desk.start(1)
+    assert read(served, "attempt=1") == (b"", 1, 0, "false")
+    served.desk.end(1)
+    assert read(served, "attempt=1") == (404, "no-such-attempt")
+    assert read(served, "attempt=1&wait_s=60") == (404, "no-such-attempt")
 
 
 def test_an_agent_sends_the_logs_of_its_own_ranks_only(served):

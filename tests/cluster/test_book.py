@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from manyhands.cluster import jobs, part
 from manyhands.cluster.errors import (
+    BadReport,
+    HostTaken,
     KeyTaken,
     NoSuchJob,
     QueueFull,
     Unplaceable,
 )
+from manyhands.cluster.hosts import GONE_S
 from manyhands.cluster.job import Failure, IllegalStep, Place, Priority, Spec, State
-from manyhands.cluster.messages import Holding, Phase, RankEnd, Status
+from manyhands.cluster.messages import Holding, Origin, Phase, RankEnd, Status
 from manyhands.cluster.schedule import Decisions, Promise, decide
-from tests.cluster.model import hello
+from tests.cluster.model import MARGIN_S, hello
 from tests.cluster.story import PATIENCE_S, Story, a_pair, ended, failed, held
 
 
@@ -434,3 +438,130 @@ def test_a_users_agent_that_has_hung_up_is_not_waited_for():
     assert story.book.lingering() == ([], ["b"])
     story.status("a")
     assert story.book.lingering() == ([], ["b"]), "its last words came after its line had ended"
+
+
+# -- agents of an earlier `up` -------------------------------------------------------------------
+
+
+def of_up(agent="agent-1", terms="old", **changes):
+    """From a host of two slots."""
+    made = hello("a", slots=2, agent=agent)
+    return structs.replace(made, origin=Origin.UP, terms=terms, **changes)
+
+
+@pytest.fixture
+def killed():
+    """A job runs on an agent of `up`, which is killed, and comes back with other options."""
+    story = Story()
+    story.book.hello(of_up(), story.now_s)
+    story.status("a")
+    story.submit()
+    story.run("a")
+    story.again(terms={"a": "new"})
+    return story
+
+
+def test_an_agent_with_other_options_is_told_to_leave_and_its_job_begins_again(killed):
+    assert not killed.wants("a").leave, "that its job begins again is not stored yet"
+    killed.tick()
+    assert killed.wants("a").leave
+    assert killed.wants("a").wants[0].stop
+    with pytest.raises(HostTaken):
+        killed.book.hello(of_up("agent-2", "new", folder="other"), killed.now_s)
+    killed.book.status(
+        "a",
+        Status(agent="agent-1", holdings=(ended([(0, 143)]),), rests=True),
+        killed.now_s,
+    )
+    killed.keep()
+    killed.book.broke("a", "agent-1")
+    killed.tick()
+    assert killed.book.nodes() == []
+    assert (killed.job().state, killed.job().node_failures) == (State.PENDING, 0)
+    killed.book.hello(of_up("agent-2", "new", folder="other"), killed.now_s)
+    killed.status("a", agent="agent-2")
+    killed.tick()
+    assert (killed.job().state, killed.job().attempt) == (State.STARTING, 1)
+
+
+def test_an_agent_that_goes_before_it_asks_again_has_left_too(killed):
+    """Nobody hears it hang up: it was answered, and asks no more."""
+    seen = killed.wants("a").version
+    killed.tick()
+    killed.book.host("a", "agent-1", killed.now_s)
+    killed.book.status(
+        "a",
+        Status(agent="agent-1", holdings=(ended([(0, 143)]),), rests=True),
+        killed.now_s,
+    )
+    killed.keep()
+    killed.book.tell("a", seen)
+    killed.book.hello(of_up("agent-2", "new", folder="other"), killed.now_s)
+    killed.status("a", agent="agent-2")
+    assert [node.state for node in killed.book.nodes()] == ["here"]
+
+
+@pytest.fixture
+def leaver(killed):
+    """Its job has ended, it has been told so, and has not asked again yet."""
+    seen = killed.wants("a").version
+    killed.tick()
+    killed.book.host("a", "agent-1", killed.now_s)
+    last = Status(agent="agent-1", holdings=(ended([(0, 143)]),), rests=True)
+    killed.book.status("a", last, killed.now_s)
+    killed.keep()
+    assert killed.book.tell("a", seen).leave
+    killed.tick()
+    return killed
+
+
+def test_an_agent_that_leaves_is_known_until_it_has_gone(leaver):
+    """It has logs to send yet, and would be refused."""
+    assert not leaver.wants("a").wants
+    leaver.tick()
+    leaver.book.broke("a", "agent-1")
+    assert leaver.book.is_stale
+    leaver.tick()
+    assert leaver.book.nodes() == []
+
+
+def test_an_agent_that_leaves_and_is_not_heard_again_is_forgotten(leaver):
+    """Before its lease is over, or at its end."""
+    for margin_s, rest_s in ((100.0, GONE_S), (MARGIN_S, PATIENCE_S)):
+        leaver.book.margin_s = margin_s
+        assert leaver.book.next_due_s() == leaver.now_s + rest_s
+    leaver.tick(PATIENCE_S - 0.1)
+    assert [node.state for node in leaver.book.nodes()] == ["leaving"]
+    leaver.tick(0.2)
+    assert leaver.book.nodes() == []
+
+
+def test_an_agent_with_other_options_is_given_nothing_and_its_slots_do_not_count(killed):
+    with pytest.raises(Unplaceable, match="no host"):
+        killed.submit()
+    killed.book.hello(of_up(), killed.now_s)
+    killed.status("a", held())
+    assert killed.book.nodes()[0].state == "leaving"
+    assert killed.book.ask(killed.now_s)[0] == []
+
+
+def test_an_agent_with_other_options_that_nobody_knows_is_refused(killed):
+    with pytest.raises(BadReport, match="of an earlier `up`, which had other options"):
+        killed.book.hello(of_up("agent-2"), killed.now_s)
+    with pytest.raises(BadReport):
+        killed.book.hello(of_up("agent-2", "new", host="b"), killed.now_s)  # not asked for at all
+    killed.book.hello(hello("b", agent="agent-3"), killed.now_s)  # a user's stays the user's
+
+
+def test_an_agent_with_the_same_options_goes_on():
+    story = Story(terms={"a": "old"})
+    story.book.hello(of_up(), story.now_s)
+    story.status("a")
+    story.submit()
+    story.run("a")
+    story.again(terms={"a": "old"})
+    story.book.hello(of_up(), story.now_s)
+    story.status("a", held(port=5000))
+    story.tick()
+    assert not story.wants("a").leave
+    assert story.job().state is State.RUNNING

@@ -19,6 +19,7 @@ from manyhands.cluster.dial import (
     OtherVersion,
 )
 from manyhands.cluster.errors import BadJob, NoSuchJob
+from manyhands.cluster.follow import Follower
 from manyhands.cluster.job import State
 from manyhands.cluster.messages import Hello
 from manyhands.cluster.office import OfficeRefused, OfficeUnreachable
@@ -375,3 +376,20 @@ HttpOffice(Dialler(read_code({served.server.code(Role.AGENT)!r}))).wants("h", "a
         child.kill()
     assert served.desk.lost_one.wait(ANSWER_S)
     assert served.desk.losses == [("h", "a")]
+
+
+def test_a_job_that_was_to_begin_again_and_was_ended_before_it_did(served, monkeypatch):
+    """Who follows it was told of an attempt that never came: that is the end, and no error."""
+    cluster = served.cluster()
+    cluster.submit(["x"])
+    served.desk.start(1)
+    before = cluster.job(1)
+    served.desk.end(1)
+    now = cluster.job(1)
+    monkeypatch.setattr(cluster, "job", lambda id: before)
+    assert list(cluster.logs(1, follow=True)) == []
+    told = iter([before, before, now])
+    monkeypatch.setattr(cluster, "job", lambda id: next(told))
+    assert Follower(cluster, 1, rank=0, write=pytest.fail, say=print).run() == now
+    with pytest.raises(CoordinatorRefused, match="has attempts 0 to 0, not 1"):
+        list(cluster.logs(1, follow=True, attempt=1))

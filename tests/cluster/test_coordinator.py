@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -425,6 +426,28 @@ with Store.open(sys.argv[1]) as store, Coordinator(store, lease_s=60, decide=fir
         for _ in pool.map(submit, sys.argv[2:]):
             pass
 """
+
+
+def test_what_is_stored_with_the_end_of_a_job_already_knows_of_it(path):
+    """Two cancel one job and a third submits it again, all in one transaction."""
+    with coordinator(path) as desk, ThreadPoolExecutor(3) as pool:
+        desk.hello(hello("a", slots=1))
+        job, _ = desk.submit(SPEC, "key")
+        with desk._lock:
+            asked = [pool.submit(desk.cancel, job.id) for _ in range(2)]
+            queued(desk, 2)
+            asked.append(pool.submit(lambda: desk.submit(SPEC, "key")[0]))
+            queued(desk, 3)
+        told = [one.result(LONG_S) for one in asked]
+        assert [(one.id, one.state) for one in told] == [(job.id, State.CANCELLED)] * 3
+        assert [step.state for step in desk.history(job.id)] == [State.PENDING, State.CANCELLED]
+
+
+def queued(desk, number):
+    end_s = time.monotonic() + LONG_S
+    while len(desk._queue) < number:
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
 
 
 def test_killed_while_many_submit_no_job_is_lost_and_none_is_there_twice(path):

@@ -7,10 +7,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from msgspec import structs
 
 from manyhands.cluster.errors import Fenced, NotAHost, StoreBusy, StoreError, StoreFull
 from manyhands.cluster.job import Spec, State
-from manyhands.cluster.messages import Status
+from manyhands.cluster.messages import Holding, Origin, Phase, RankEnd, Status
+from manyhands.cluster.store import Store
 from tests.cluster.model import hello
 from tests.cluster.test_coordinator import (
     LONG_S,
@@ -72,8 +74,8 @@ def test_a_host_that_polls_after_a_silence_falls_silent_again(path):
         for _ in range(2):
             while not silent():
                 threading.Event().wait(0.01)
-            office.wants("a", "agent-1", -1, 0.0)
-            assert not silent()
+            while silent():  # a machine that is busy may take a lease to look
+                office.wants("a", "agent-1", -1, 0.0)
         while not silent():
             threading.Event().wait(0.01)
 
@@ -216,3 +218,69 @@ def test_setting_the_time_ends_no_limit(path, monkeypatch):
         rest(office)
         assert office.job(1).ending is None
         assert office.submit(SPEC)[0].submitted_s - office.job(1).submitted_s < LONG_S
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_no_agent_leaves_before_it_is_stored_what_its_jobs_become(path, monkeypatch, code):
+    """It would end them, and they would have ended by themselves: well, or by the host's doing."""
+    monkeypatch.setattr("manyhands.cluster.coordinator.RETRY_S", 0.01)
+    of_up = structs.replace(hello("a"), origin=Origin.UP, terms="old")
+    running = Holding(job=1, attempt=0, phase=Phase.RUNNING, port=5000)
+    with coordinator(path) as office:
+        office.hello(of_up)
+        office.status("a", Status(agent="agent-1"))
+        office.submit(SPEC)
+        until(office, state_is(office, 1, State.STARTING))
+        office.status("a", Status(agent="agent-1", holdings=(running,)))
+    tries, has_room = threading.Semaphore(0), threading.Event()
+    write = Store.write
+
+    def full(store, changes):
+        if not has_room.is_set():
+            tries.release()
+            raise StoreFull("disk")
+        write(store, changes)
+
+    monkeypatch.setattr(Store, "write", full)
+    with coordinator(path, terms={"a": "new"}) as office:
+        assert tries.acquire(timeout=LONG_S)
+        office.status("a", Status(agent="agent-1", holdings=(running,)))
+        before = office.wants("a", "agent-1", -1, 0.0)
+        assert not before.leave
+        assert not before.wants[0].stop
+        has_room.set()
+        told = office.wants("a", "agent-1", before.version, LONG_S)
+        assert told.leave
+        assert told.wants[0].stop
+        ends = (RankEnd(rank=0, exit_code=code, at_s=1.0),)
+        ended = structs.replace(running, phase=Phase.ENDED, ended=ends)
+        office.status("a", Status(agent="agent-1", holdings=(ended,), rests=True))
+        job = office.job(1)
+        assert (job.state, job.preemptions, job.node_failures) == (State.PENDING, 1, 0)
+
+
+def test_a_cluster_that_could_not_store_that_it_goes_down_tells_nobody_to_leave(path, monkeypatch):
+    """Who asked for it hears of the disk; whoever else writes next is heard by agents, too."""
+    monkeypatch.setattr("manyhands.cluster.coordinator.RETRY_S", LONG_S)
+    with coordinator(path) as office:
+        hands = Hands(office, slots=1)
+        office.submit(SPEC)
+        until(office, state_is(office, 1, State.RUNNING))
+        rest(office)
+        write = office.store.write
+
+        def full(changes):
+            if any(job.ending is not None for job in changes.jobs):
+                raise StoreFull("disk")
+            write(changes)
+
+        office.store.write = full
+        with pytest.raises(StoreFull):
+            office.shut_down()
+        office.submit(SPEC)  # fits
+        assert not office.wants("a", "agent-1", -1, 0.0).leave
+        office.store.write = write
+        office.shut_down()
+        hands.join(LONG_S)
+        assert hands.leaves
+        assert office.job(1).preemptions == 1

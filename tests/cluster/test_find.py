@@ -132,6 +132,11 @@ def test_a_user_code_is_an_address(state):
     code = Code(role=Role.USER, host="box", port=5, token="t", fingerprint=PIN)
     assert find(code.pack(), state=state) == code
     assert find(environ={"MANYHANDS_COORDINATOR": code.pack()}) == code
+    (state / "address").write_bytes(b"\xff\xfe")  # of a folder that cannot be read
+    with pytest.raises(SettingsError, match="not text") as caught:
+        find(state=state)
+    assert "set MANYHANDS_COORDINATOR to that" in caught.value.hint
+    assert find(code.pack(), state=state) == code
     agents = Code(role=Role.AGENT, host="box", port=5, token="t", fingerprint=PIN)
     with pytest.raises(AddressError, match="agents"):
         find(agents.pack(), state=state)
@@ -154,9 +159,27 @@ def test_no_token(tmp_path, state):
         find(state=tmp_path / "none")
     with pytest.raises(AddressError, match="characters"):
         find(state=state, token="a\r\nX: y")
+    (state / "token").unlink()
+    write_address(state, "https://127.0.0.1:99")
+    with pytest.raises(NoMeetingPoint) as caught:  # alone, the token's variable is not looked at
+        find(environ={"XDG_STATE_HOME": str(tmp_path), "MANYHANDS_TOKEN": "t"})
+    assert "MANYHANDS_COORDINATOR with MANYHANDS_TOKEN" in caught.value.hint
     (state / "token").write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match="token"):
         find(state=state)
     (state / "cert.pem").write_text("nonsense")
     with pytest.raises(SettingsError, match="certificate"):
         find("10.0.0.5:1", state=state, token="t")
+
+
+def test_where_the_address_is_the_folders_so_are_token_and_certificate(state, tmp_path):
+    """MANYHANDS_TOKEN and MANYHANDS_FINGERPRINT may be about somebody's hub."""
+    identity = open_identity(state)
+    write_address(state, "https://127.0.0.1:99")
+    environ = {
+        "XDG_STATE_HOME": str(tmp_path), "MANYHANDS_TOKEN": "t", "MANYHANDS_FINGERPRINT": PIN,
+    }  # fmt: skip
+    found = find(environ=environ)
+    assert (found.port, found.token) == (99, identity.tokens[Role.USER])
+    assert found.fingerprint == identity.fingerprint
+    assert find(environ=environ, token="u").token == "u"

@@ -85,6 +85,23 @@ def test_a_part_that_fails_in_a_thread_ends_it(monkeypatch):
     assert seen == [ZeroDivisionError]
 
 
+class Failing(FakeUp):
+    """Its coordinator fails before any agent has come."""
+
+    def until_ready(self):
+        return None
+
+    def until_stopped(self):
+        raise StoreFull("jobs.db")
+
+
+def test_a_coordinator_that_fails_before_it_is_ready_is_an_error():
+    up = Failing()
+    with pytest.raises(StoreFull):
+        serve(up, lambda up, ready: None, print)
+    assert up.done == ["open", "ended", "closed"]
+
+
 def test_to_hurry_before_it_is_open(tmp_path):
     up = Up(UpSettings(state=tmp_path, logdir=tmp_path), say=print)
     up.stop("Ctrl-C")

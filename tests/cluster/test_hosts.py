@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from manyhands.cluster.book import FORGET_S, MAX_HOSTS
+from manyhands.cluster.book import MAX_HOSTS
 from manyhands.cluster.errors import (
     BadReport,
     HostTaken,
     NotAHost,
     Unplaceable,
 )
-from manyhands.cluster.hosts import newer
+from manyhands.cluster.hosts import FORGET_S, newer
 from manyhands.cluster.job import Failure, State
 from manyhands.cluster.messages import Kind, Phase, Slot, Status
 from tests.cluster.model import hello
@@ -55,7 +55,7 @@ def test_restarts_are_counted_and_end(pair):
             pair.run("a", "b")
     job = pair.job()
     assert (job.state, job.node_failures, job.attempt, job.exit_code) == (State.FAILED, 2, 1, 1)
-    assert "host b: the keeper was killed; it may begin again 1 times" in job.reason
+    assert "host b: the keeper was killed; it has begun again once, and may not" in job.reason
 
 
 def test_an_end_that_nobody_asked_for_is_the_hosts_doing(pair):

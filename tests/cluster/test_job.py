@@ -21,7 +21,7 @@ from manyhands.cluster.job import (
     moved,
     noted,
 )
-from manyhands.cluster.submission import OURS, checked, checked_key, split
+from manyhands.cluster.submission import OURS, checked, checked_key
 
 PAIRS = list(itertools.product(State, State))
 
@@ -129,13 +129,3 @@ def test_keys():
     for bad in ("-a", "a b", "a\n", "x" * 129, "ä"):
         with pytest.raises(BadJob, match="cannot be the key"):
             checked_key(bad)
-
-
-@pytest.mark.parametrize(("batch", "slots"), [(1, 1), (7, 3), (8, 4), (128, 5), (4096, 4096)])
-def test_a_batch_is_split_as_evenly_as_it_goes(batch, slots):
-    shares = split(batch, slots)
-    assert len(shares) == slots
-    assert sum(shares) == batch
-    assert max(shares) - min(shares) <= 1
-    assert min(shares) >= 1
-    assert list(shares) == sorted(shares, reverse=True)

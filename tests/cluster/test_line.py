@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ from manyhands.cluster.lease import Lease
 from manyhands.cluster.ledger import Key
 from manyhands.cluster.line import Broken, Line, Nudged, Reported, Wanted, Welcomed
 from manyhands.cluster.messages import Hello, Holding, Phase, Status, Wants
-from manyhands.cluster.uploads import LogSettled, Uploads
+from manyhands.cluster.uploads import Flooded, LogSettled, Uploads
 from tests.cluster.offices import PATIENCE_S, FakeOffice
 from tests.cluster.test_agent_parts import Clock
 
@@ -127,7 +129,7 @@ def test_a_thread_that_dies_is_told(method) -> None:
 class Connected:
     """A line that is always there."""
 
-    def wait_connected(self) -> int:
+    def wait_connected(self, timeout_s: float | None = None) -> int:
         return 1
 
     def prove(self) -> bool:
@@ -183,11 +185,31 @@ def test_a_log_that_was_dropped_is_not_sent(tmp_path) -> None:
     assert len(office.logs[1, 0, 0]) <= size + len(b"more\n")
 
 
+def test_a_log_that_takes_the_last_room_is_seen_and_cut_also_without_a_connection(
+    tmp_path, monkeypatch
+) -> None:
+    full = SimpleNamespace(f_bavail=0, f_frsize=1)
+    monkeypatch.setattr("manyhands.cluster.uploads.os.statvfs", lambda path: full)
+    cut = threading.Event()
+    monkeypatch.setattr(Uploads, "_cut", lambda uploads, upload: cut.set())
+    log, key = tmp_path / "log", Key("c", 1, 0)
+    log.write_bytes(b"x" * 2_000_000)
+    events, office = Events(), FakeOffice()
+    with whole(Line(lambda: office, HELLO, Lease(), events.put), office) as line:
+        uploads = Uploads(lambda: office, line, "h", "a", events.put, reserve_bytes=1_000_000)
+        with whole(uploads, office):  # nobody reports: it is welcome, and never connected
+            uploads.add(key, {0: log})
+            assert events.next(Flooded).key == key
+            uploads.end(key)
+            assert cut.wait(PATIENCE_S)
+    assert office.chunks == []
+
+
 def test_uploads_that_die_are_told(tmp_path) -> None:
     events = Events()
 
     class Breaks(Connected):
-        def wait_connected(self) -> int:
+        def wait_connected(self, timeout_s: float | None = None) -> int:
             raise ZeroDivisionError
 
     office = FakeOffice()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -186,6 +187,19 @@ def test_a_folder_has_the_logs_of_one_cluster(logs, tmp_path):
             again.claim("one")  # of whom, nobody knows
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["folder", "contents"])
+def test_a_folder_that_was_cleared_away_says_again_whose_it_is(logs, tmp_path, whole):
+    logs.claim("one")
+    logs.append(NAME, 0, b"x")
+    shutil.rmtree(tmp_path / "logs")
+    if not whole:
+        (tmp_path / "logs").mkdir()
+    logs.append(NAME, 0, b"y")
+    Logs(tmp_path / "logs").claim("one")
+    with pytest.raises(SettingsError, match="another cluster"):
+        Logs(tmp_path / "logs").claim("two")
+
+
 def test_a_folder_of_other_things_may_have_logs_too(tmp_path):
     (tmp_path / "job-12.out").write_text("of another program")
     (tmp_path / "job-12").write_text("likewise")
@@ -290,3 +304,24 @@ def test_one_log_and_many_writers(logs):
     for thread in threads:
         thread.join()
     assert logs.read(NAME, 0, 2000) == text
+
+
+def test_a_folder_that_was_cleared_away_is_made_anew(logs, tmp_path):
+    """And it is still the cluster's, whose next `up` finds its own logs there."""
+    logs.claim("mine")
+    logs.append(NAME, 0, b"abc")
+    shutil.rmtree(tmp_path / "logs")
+    assert logs.read(NAME, 0, 9) == b""
+    with pytest.raises(WrongOffset):
+        logs.append(NAME, 3, b"def")
+    assert logs.append(NAME, 0, b"abcdef") == 6
+    Logs(tmp_path / "logs").claim("mine")
+    with pytest.raises(SettingsError, match="another cluster"):
+        Logs(tmp_path / "logs").claim("other")
+
+
+def test_a_folder_that_cannot_be_made_anew_is_an_error_with_a_name(logs, tmp_path):
+    shutil.rmtree(tmp_path / "logs")
+    (tmp_path / "logs").symlink_to(tmp_path / "nowhere" / "at all")
+    with pytest.raises(LogError, match="cannot be used"):
+        logs.append(NAME, 0, b"abc")

@@ -7,7 +7,7 @@ import pytest
 
 from manyhands.cluster.devices import cpu_shares
 from manyhands.cluster.errors import BadReport
-from manyhands.cluster.hosts import check_hello
+from manyhands.cluster.hosts import MAX_TEXT, check_hello
 from manyhands.cluster.job import State
 from manyhands.cluster.messages import Phase, Status
 from tests.cluster.model import hello
@@ -65,3 +65,12 @@ def test_a_host_may_have_cores_that_are_not_adjacent():
     endless = (msgspec.structs.replace(shares[0], device="0," * 4096),)
     with pytest.raises(BadReport):
         check_hello(msgspec.structs.replace(hello("a", slots=1), slots=endless))
+
+
+@pytest.mark.parametrize("field", ["version", "terms"])
+def test_no_text_of_a_hello_is_without_a_limit(field):
+    """They are kept, stored, and shown."""
+    check_hello(msgspec.structs.replace(hello("a"), **{field: "x" * MAX_TEXT}))
+    for text in ("x" * (MAX_TEXT + 1), "\ud800"):
+        with pytest.raises(BadReport):
+            check_hello(msgspec.structs.replace(hello("a"), **{field: text}))

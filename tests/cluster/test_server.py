@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -39,12 +40,16 @@ def until(what):
 
 
 def test_half_a_request_has_an_end(serve):
-    served = serve(limits=HttpLimits(headers_s=0.2, pause_s=0.2, idle_s=1))
+    served = serve(limits=HttpLimits(headers_s=0.2, idle_s=1))
     for start in (b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "):
         with served.dial() as sock:
-            sock.sendall(start)
+            with contextlib.suppress(ConnectionError):  # this may come too late already
+                sock.sendall(start)
             assert hear(sock) == b""
-    # Half a body gets an answer.
+
+
+def test_half_a_body_has_an_answer(serve):
+    served = serve(limits=HttpLimits(pause_s=0.2))
     status, _, body = served.request(
         "PUT", "/v1/agents/h/logs/1/0/0?agent=a&offset=0", token=served.agent, body=b"x", length=5
     )
@@ -54,9 +59,12 @@ def test_half_a_request_has_an_end(serve):
 def test_half_a_second_request_has_an_end(serve):
     served = serve(limits=HttpLimits(headers_s=0.2))
     request = f"GET /v1/info HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {served.user}\r\n"
-    with served.dial() as sock:
-        sock.sendall(request.encode() + b"\r\n" + request.encode())
-        answers = hear(sock)
+    answers = b""
+    while not answers:  # a machine that is busy may be late with the first one, too
+        with served.dial() as sock:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(request.encode() + b"\r\n" + request.encode())
+            answers = hear(sock)
     assert answers.count(b"HTTP/1.1 200") == 1
 
 
@@ -121,7 +129,7 @@ def test_a_stranger_is_not_kept_after_his_answer(serve):
     served = serve(limits=HttpLimits(strangers=1, idle_s=60))
     with served.dial() as sock:
         sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert hear(sock).startswith(b"HTTP/1.1 200")
+        assert hear(sock).startswith(b"HTTP/1.1 401")
     assert served.cluster().info()
 
 

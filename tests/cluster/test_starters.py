@@ -116,6 +116,8 @@ def test_the_log_is_appended_to_and_last_words_are_its_own(stub, tmp_path):
     assert started.last_words()[-1] == "end"
     assert "of another time" not in started.last_words()
     assert given.log.read_text().startswith("of another time\nhere I am\n")
+    given.log.unlink()
+    assert started.last_words() == ()
 
 
 def test_one_that_reads_nothing(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,7 @@ import manyhands
 from manyhands.cluster.client import Cluster
 from manyhands.cluster.job import State
 from manyhands.cluster.starters import HELD
+from manyhands.compat.deeppool import ClusterClient
 from manyhands.testing.processes import is_gone
 from tests.cluster import running
 from tests.cluster.running import MAIN, MARK, WAIT_S, Running, World, command_of, environ_of
@@ -167,6 +170,21 @@ def test_a_log_is_followed_across_a_coordinator_that_is_killed(world):
     assert (reader.returncode, out) == (0, b"two\n")
 
 
+def test_deeppools_client_follows_across_a_coordinator_that_is_killed_too(world):
+    up = world.up("--lease", "60s")
+    job = world.submit("echo one; while ! test -e go; do sleep 0.02; done; echo two")
+    shown = io.BytesIO()
+    with ClusterClient(state=world.state) as client, ThreadPoolExecutor(1) as pool:
+        following = pool.submit(client.follow, job.id, shown)
+        world.until(lambda: shown.getvalue() == b"one\n", "the first line")
+        up.process.kill()
+        up.process.wait(WAIT_S)
+        world.up("--lease", "60s")
+        (world.folder / "go").touch()
+        assert following.result(WAIT_S) == 0
+    assert shown.getvalue() == b"one\ntwo\n"
+
+
 def test_beyond_loopback_it_speaks_tls(world):
     up = Running(world, ("--bind", "0.0.0.0:0", "--advertise", "127.0.0.1"))
     try:
@@ -229,13 +247,40 @@ def test_a_part_that_fails_takes_the_cluster_down(world):
 
 def test_killed_and_never_up_again(world):
     """Its agent notices when the lease is over, ends the job, and goes."""
-    up = world.up("--lease", "2s")
+    up = world.up("--lease", "1h")  # until it has begun, on a machine that is busy too
     world.submit(DEAF)
     rank = world.pid_in("pid-0")
     up.process.kill()
     up.process.wait(WAIT_S)
+    again = world.up("--lease", "1s")
+    again.process.kill()
+    again.process.wait(WAIT_S)
     world.until_gone(rank, *world.processes())
     assert not (world.folder / "ends").exists()
+
+
+def test_down_ends_what_an_up_that_was_killed_has_left(world):
+    """And nothing else: an agent of a user's stays, and another cluster's."""
+    up = world.up("--lease", "1h")
+    job = world.submit(DEAF, grace_s=0)
+    rank = world.pid_in("pid-0")
+    mine = world.join()
+    world.until(lambda: len([n for n in world.cluster.nodes() if n.state == "here"]) == 2, "both")
+    up.process.kill()
+    up.process.wait(WAIT_S)
+    other = world.command("down", "--state", str(world.folder / "elsewhere"))
+    assert other.returncode == 2
+    assert not is_gone(rank)
+    down = world.command("down", "--state", str(world.state))
+    assert (down.returncode, down.stdout) == (0, "the cluster is down\n"), down.stderr
+    assert "agent of it" in down.stderr
+    left = {process.pid for process in world.processes()}
+    assert rank.pid not in left
+    assert left == {mine.pid}
+    (world.folder / "pid-0").unlink()
+    world.up()
+    world.until_state(job, State.RUNNING)
+    assert world.cluster.job(job.id).attempt == 1
 
 
 def test_a_second_one_on_the_same_state_is_refused(world):
@@ -322,8 +367,14 @@ def test_root_runs_jobs_as_the_user_it_is_given(world, monkeypatch):
     up.process.kill()
     up.process.wait(WAIT_S)
     assert len([p for p in world.processes() if "agent" in command_of(p)]) == 2
-    assert world.up(*options).end() == 0
-    assert world.processes() == []
+    again = world.up(*options)
+    again.process.kill()
+    again.process.wait(WAIT_S)
+    down = world.command("down", "--state", str(world.state))
+    assert down.returncode == 0
+    assert "2 agents of it are told to end" in down.stderr
+    # One that was just being started found its folder free, and nobody who answers.
+    world.until(lambda: not world.processes(), "the agents to be gone")
 
 
 def test_no_secret_is_where_others_see_it(world):
@@ -383,6 +434,7 @@ def test_no_agent_of_its_own(world):
     out, _ = agent.communicate(timeout=WAIT_S)
     assert agent.returncode == 0
     assert out == b"host other left: the agent was stopped\n"
+    world.until(lambda: [n.state for n in world.cluster.nodes()] == ["gone"], "to be seen to go")
 
 
 def test_a_second_agent_in_one_folder_says_so(world):

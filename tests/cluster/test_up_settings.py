@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.cluster.hostfile import HostLine
-from manyhands.cluster.up import UpSettings
+from manyhands.cluster.up import Up, UpSettings
 from manyhands.core.errors import SettingsError
 
 
@@ -30,3 +30,23 @@ def test_one_that_only_this_machine_reaches_is_not_advertised_to_others(tmp_path
 def test_leases_out_of_range(tmp_path, lease_s):
     with pytest.raises(SettingsError, match="a lease of"):
         UpSettings(state=tmp_path, logdir=tmp_path, lease_s=lease_s)
+
+
+@pytest.mark.parametrize(
+    ("host", "more", "is_another"),
+    [
+        (HostLine(address="ann@node1", name="node1"), {}, True),
+        (HostLine(address="root@node1", name="node1"), {"ssh": ("ssh", "-l", "ann")}, True),
+        (HostLine(address="root@node1", name="node1"), {"ssh": ("ssh",), "python": ""}, False),
+        (HostLine(address="root@node1", name="node1", line=7), {}, False),
+    ],
+)
+def test_who_ssh_goes_in_as_is_among_an_agents_terms(tmp_path, host, more, is_another):
+    """Jobs run as whom it logs in: an agent of another user's may not stay."""
+
+    def terms(host, **more):
+        far = {"bind": "0.0.0.0:0", "hosts": (host,), **more}
+        return Up(UpSettings(state=tmp_path, logdir=tmp_path, **far), say=print)._terms(host)
+
+    before = terms(HostLine(address="root@node1", name="node1"))
+    assert (terms(host, **more) != before) == is_another

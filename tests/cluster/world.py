@@ -13,7 +13,7 @@ from collections import Counter
 
 import msgspec
 
-from manyhands.cluster.book import FORGET_S, Book
+from manyhands.cluster.book import Book
 from manyhands.cluster.errors import (
     BadJob,
     BadReport,
@@ -23,6 +23,7 @@ from manyhands.cluster.errors import (
     NotAHost,
     StoreFull,
 )
+from manyhands.cluster.hosts import FORGET_S
 from manyhands.cluster.job import Failure, Job, Priority, Spec, Step
 from manyhands.cluster.jobs import HostRow
 from manyhands.cluster.messages import Holding, Phase, RankEnd, Status

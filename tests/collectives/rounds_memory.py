@@ -1,11 +1,11 @@
 """One member that measures what rounds cost it in memory, besides the tensors themselves.
 
-    python -m tests.collectives.rounds_memory URL RUN NAME MIB NUM_ROUNDS WIRE LATE_S
+    python -m tests.collectives.rounds_memory URL RUN NAME NUM MIB NUM_ROUNDS WIRE LATE_S
 
-Prints one JSON object: `base` is what the process has resident with the tensors and the engine in
-place, before any round; `peaks` the most it had resident during each round since, in bytes;
-`member` of each round whether this peer took part in it, or just followed;
-`founder`: it was the member of the first rounds, which the other followed.
+It is one of NUM. Prints one JSON object: `base` is what the process has resident with the tensors
+and the engine in place, before any round; `peaks` the most it had resident during each round since,
+in bytes; `member` of each round whether this peer took part in it, or just followed;
+`founder`: it was the member of the first rounds, which the others followed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def resident(line: str) -> int:
     return next(int(each.split()[1]) for each in lines if each.startswith(line)) << 10
 
 
-def wait_for_another(rounds: Rounds, round_: int) -> None:
+def wait_for_the_others(rounds: Rounds, round_: int, num: int) -> None:
     states = (PeerState.ACTIVE,) if round_ else ()
     deadline = time.monotonic() + PATIENCE_S
-    while round_ < WARM_UP and len(rounds.view.peers(*states)) < 2:
+    while round_ < WARM_UP and len(rounds.view.peers(*states)) < num:
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -53,12 +53,14 @@ def wait_for_the_end(rounds: Rounds, num_rounds: int) -> None:
         time.sleep(0.002)
 
 
-def main(url: str, run: str, name: str, mib: int, num_rounds: int, wire: str, late_s: float):
+def main(
+    url: str, run: str, name: str, num: int, mib: int, num_rounds: int, wire: str, late_s: float
+):
     torch.set_num_threads(1)
     mail = Mail()
     # Many layers, of which some are large: as in a model.
-    num = mib * (1 << 20) // 4
-    sizes = [num // 2, num // 4, *[num // 4 // 64] * 64]
+    numel = mib * (1 << 20) // 4
+    sizes = [numel // 2, numel // 4, *[numel // 4 // 64] * 64]
     tensors = [torch.ones(size) for size in sizes]
     # The second follows the first's rounds before it takes part: it must not fall behind.
     settings = LinkSettings(terms=Terms(watch_bytes=1 << 30))
@@ -72,7 +74,7 @@ def main(url: str, run: str, name: str, mib: int, num_rounds: int, wire: str, la
         while True:
             match rounds.next(PATIENCE_S):
                 case Task() as task:
-                    wait_for_another(rounds, task.round)
+                    wait_for_the_others(rounds, task.round, num)
                     if task.round >= WARM_UP:
                         time.sleep(late_s)
                     for tensor in tensors:
@@ -100,5 +102,5 @@ def main(url: str, run: str, name: str, mib: int, num_rounds: int, wire: str, la
 
 
 if __name__ == "__main__":
-    url, run, name, mib, num_rounds, wire, late_s = sys.argv[1:]
-    main(url, run, name, int(mib), int(num_rounds), wire, float(late_s))
+    url, run, name, num, mib, num_rounds, wire, late_s = sys.argv[1:]
+    main(url, run, name, int(num), int(mib), int(num_rounds), wire, float(late_s))

@@ -96,9 +96,10 @@ def test_the_mean_in_roster_order(dtype):
     assert torch.equal(mean, expected)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_result_does_not_depend_on_who_adds_it_up(wire, dtype):
+    """In int8 it does: an owner need not round its own, and owes what it leaves out of the sum."""
     results = []
     for me in (1, ME, 3):  # who is the owner, whose contribution does not travel
         owner = Owner(dtype, wire)

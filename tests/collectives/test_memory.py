@@ -18,20 +18,24 @@ ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 
-def measure(mib, num_rounds, *, wire="fp32", late_s=0.0):
-    """Two members in processes of their own; the second contributes that much later."""
+def measure(mib, num_rounds, *, num=2, wire="fp32", late_s=0.0, url=None):
+    """Members in processes of their own; the last one contributes that much later.
+
+    At a hub, if there is no `url`.
+    """
     with Hub("127.0.0.1:0", insecure=True) as hub:
-        url = f"{hub.address}?insecure=1"
+        url = url or f"{hub.address}?insecure=1"
         members = [
             subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tests.collectives.rounds_memory", url, "run"),
-                    *(f"p{k}", str(mib), str(num_rounds), wire, str(late_s * k)),
+                    *(f"p{k}", str(num), str(mib), str(num_rounds), wire),
+                    str(late_s * (k == num - 1)),
                 ],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
             )
-            for k in range(2)
+            for k in range(num)
         ]
         try:
             said = [json.loads(member.communicate(timeout=200)[0]) for member in members]
@@ -66,19 +70,29 @@ def test_the_extra_memory_of_a_round(late_s):
     check(measure(256, 4, late_s=late_s), 256)
 
 
+def test_the_extra_memory_of_a_round_of_several():
+    """Whoever is late owes all others room, and has it in equal shares."""
+    check(measure(128, 4, num=4, late_s=2.0), 128)
+
+
+def test_the_extra_memory_of_a_round_at_a_broker(broker):
+    check(measure(256, 4, url=broker.url()), 256)
+
+
 def test_a_result_is_kept_as_it_travelled():
     check(measure(128, 4, wire="bf16"), 64)
 
 
 def test_what_int8_owes_is_memory_too():
-    """The residual is as large as the tensors, what was sent as large as a result (see feedback).
-
-    Of such tensors that is no more than what the rule allows any codec: a result of their size.
+    """The residual is half as large as the tensors, what was sent as large as a result (see
+    feedback). With the result that is no more than what any codec may take: one of their size.
     """
-    coded = 128 * (1 / 4 + 1 / 256)
-    said = measure(128, 4, wire="int8")
-    check(said, coded, state_mib=128 + coded)
-    assert max(extra for one in said for extra in one["extra"]) <= (128 + 128) * MIB
+    coded = 256 * (1 / 4 + 1 / 256)
+    said = measure(256, 4, wire="int8")
+    check(said, coded, state_mib=256 * (1 / 2 + 1 / 256) + coded)
+    for one in said:
+        as_member = zip(one["extra"], one["member"], strict=True)
+        assert max(extra for extra, member in as_member if member) <= (256 + 128) * MIB
 
 
 def test_memory_is_used_again():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from manyhands.collectives.outcomes import Committed
+from manyhands.collectives.outlook import Outlook
+from manyhands.core.peers import PeerState
 from tests.collectives.rounds_kit import PATIENCE_S
 from tests.collectives.test_rounds import Group
 
@@ -55,18 +58,18 @@ def test_a_contribution_is_news(group, monkeypatch):
 def test_a_contribution_does_not_wake_who_waits_for_the_round(group, monkeypatch):
     owner, other = group.peers
     tasks = group.task(0), group.task(1)
-    contributed, notify_all = owner.outlook.contributed, owner._news.notify_all
+    heard, notify_all = owner.outlook.heard, owner._news.notify_all
     notified, wakes, told = [], [], threading.Event()
 
     def watched():
         """With the lock held: what is notified meanwhile is notified here."""
         before = len(notified)
-        contributed()
+        heard()
         wakes.append(len(notified) - before)
         told.set()
 
     monkeypatch.setattr(owner._news, "notify_all", lambda: notified.append(1) or notify_all())
-    monkeypatch.setattr(owner.outlook, "contributed", watched)
+    monkeypatch.setattr(owner.outlook, "heard", watched)
     with waiting(owner, lambda: group.next(0, Committed), monkeypatch) as found:
         other.contribute(tasks[1], ONES, weight=1.0)
         assert told.wait(PATIENCE_S)
@@ -75,3 +78,10 @@ def test_a_contribution_does_not_wake_who_waits_for_the_round(group, monkeypatch
     assert found[0].weight == 2.0
     found[0].result.close()
     group.next(1, Committed).result.close()
+
+
+def test_who_asks_for_the_first_time_may_be_about_to_offer_a_state():
+    """And who had one that was of no use gets one by the next commit; those who left do not."""
+    states = {1: PeerState.ACTIVE, 2: PeerState.WATCHING, 3: PeerState.WATCHING}
+    machine = SimpleNamespace(states=states, asks={2: 0, 3: 1, 4: 1})
+    assert Outlook(threading.Condition(), machine, None, []).num_following == 2

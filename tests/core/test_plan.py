@@ -120,6 +120,12 @@ def plan_with(layer, **fields):
         (lambda: Plan.of_stages([(1, [0, 1], [1e308, 1e308])]), "a share of 1e[+]308", 0),
         (lambda: Plan.of_stages([(1, [0, 1], [5e-324, 1])]), "a share of 5e-324", 0),
         (lambda: Plan.of_stages([("2", [0])]), "stage 0 is", None),
+        (lambda: Plan.of_stages([(2, ["a"])]), "stage 0 is", None),
+        (lambda: Plan.of_stages([(2, [0.5])]), "stage 0 is", None),
+        (lambda: Plan.of_stages([(1, [0, 1], ["1", "2"])]), "a share of '1'", 0),
+        (lambda: Plan.even("2", 1), "layers = '2'", None),
+        (lambda: Plan.even(2, 1, names=["a", 7]), "layer 1 has the name 7", 1),
+        (lambda: Plan.even(2, 1, peers=[7]), "peer 0 has the name 7", None),
     ],
 )
 def test_what_no_runtime_can_carry_out_is_refused_by_name(make, said, layer):

@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.core.address import AmqpAddress, HubAddress
 from manyhands.core.errors import AddressError, SettingsError
-from manyhands.core.settings import find_meeting_point
+from manyhands.core.settings import find_meeting_point, find_outage
 
 PIN = "ab" * 32
 
@@ -59,3 +59,11 @@ def test_errors_name_the_file_and_the_remedy(tmp_path, toml, words):
     with pytest.raises(SettingsError) as caught:
         find(tmp_path, toml=toml)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_how_long_a_meeting_point_is_looked_for_is_a_number_of_seconds():
+    assert find_outage({}) == find_outage({"MANYHANDS_OUTAGE": ""}) == 60.0
+    assert find_outage({"MANYHANDS_OUTAGE": "0.5"}) == 0.5
+    for wrong in ("a while", "-1", "inf", "nan"):
+        with pytest.raises(SettingsError, match="MANYHANDS_OUTAGE"):
+            find_outage({"MANYHANDS_OUTAGE": wrong})

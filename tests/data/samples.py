@@ -95,6 +95,18 @@ class Counted(Numbers):
         return super().__getitem__(index)
 
 
+class Marking(Numbers):
+    """Leaves a file for each sample that is read, in whichever process."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __getitem__(self, index: int):
+        open(os.path.join(self.folder, str(index)), "x").close()
+        return super().__getitem__(index)
+
+
 class Gated(Numbers):
     """Those who read wait at a gate."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
+import resource
 import signal
 import stat
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -134,6 +137,38 @@ def test_what_cannot_be_split(data, tmp_path):
     (tmp_path / "train-0-of-1.jsonl").symlink_to(data)
     with pytest.raises(UsageError, match="replaced by a chunk of itself"):
         split(data, 1)
+
+
+def test_a_compressed_file_is_told_from_a_broken_one(data):
+    packed = data.with_name("train.jsonl.gz")
+    packed.write_bytes(gzip.compress(data.read_bytes()))
+    with pytest.raises(UsageError, match=r"train\.jsonl\.gz is compressed") as caught:
+        split(packed, 2)
+    assert "gzip -dk" in caught.value.hint
+    assert len(list(data.parent.iterdir())) == 2
+
+
+def test_more_chunks_than_files_may_be_open(data):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, before[1]))
+    try:
+        with pytest.raises(DataError, match="cannot be split: Too many open files") as caught:
+            split(data, 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert "ulimit -n" in caught.value.hint
+    assert list(data.parent.iterdir()) == [data]
+
+
+def test_the_folder_is_looked_through_once_whatever_the_number_of_chunks(data, monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        Path,
+        "glob",
+        lambda self, pattern, glob=Path.glob: looked.append(self) or glob(self, pattern),
+    )
+    split(data, 50)
+    assert looked == [data.parent]
 
 
 @patient

@@ -68,6 +68,7 @@ def test_a_name_that_a_terminal_would_obey(images, caplog):
         (error,) = loader.bad
     assert error.where.endswith(name)  # the file's own
     assert str(error).isprintable()
+    assert str(error).endswith("it is no image of a format that Pillow knows")  # no address
     assert "cat" in caplog.text
     assert "\x1b" not in caplog.text
 

@@ -143,7 +143,7 @@ def test_files_that_are_not_as_they_should_be(archive, file, text, message):
 def test_what_is_not_there(archive, tmp_path):
     with pytest.raises(UsageError, match=r"LOC_synset_mapping.txt is not there"):
         labels(tmp_path)
-    for classes in ([10], [-1], []):
+    for classes in ([10], [-1], [], 3, ["n01440764"], [1.5]):
         with pytest.raises(UsageError, match="ids from 0 to 9"):
             train_solutions(archive, classes=classes)
     with pytest.raises(UsageError, match="one of train, val, test"):

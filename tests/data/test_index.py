@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -119,6 +120,19 @@ def test_where_the_user_says(path, tmp_path, scans):
     assert place.exists()
     assert scans() == 1
     assert not beside(path).exists()
+
+
+@pytest.mark.parametrize("index", [None, "my.index"])
+def test_the_same_place_from_another_folder(path, tmp_path, monkeypatch, scans, index):
+    """As in a process that begins elsewhere than where the table was made."""
+    monkeypatch.chdir(path.parent)
+    table = pickle.dumps(Counting(path.name, index=index))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    table = pickle.loads(table)
+    assert table[1:] == [2, 3]
+    assert scans() == 1
+    assert not any((tmp_path / "elsewhere").iterdir())
 
 
 def test_nowhere(path, cache):

@@ -14,12 +14,13 @@ import threading
 from pathlib import Path
 
 import fsspec
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from manyhands.core.errors import UsageError
-from manyhands.data import BadSample, Loader, generator
+from manyhands.data import BadSample, CsvTable, Loader, Mixture, generator
 from manyhands.data.child import WorkerDied, WorkerError
 from manyhands.data.order import Order
 from manyhands.data.quarantine import TooManyBad
@@ -96,6 +97,69 @@ def test_where_no_other_thread_reads_all_generators_are_the_samples(make):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def drawn(value):
+    """Of all three generators."""
+    return value, torch.rand(()).item(), random.random(), numpy.random.rand()
+
+
+def drawing_collate(rows):
+    return drawn(rows)
+
+
+class Drawing:
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return drawn(index)
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Tables of a file of ours, which the test's end closes."""
+    (tmp_path / "rows.csv").write_text("a,b\n" + "1,0\n" * SIZE)
+    made = []
+
+    def of(**options):
+        made.append(CsvTable(tmp_path / "rows.csv", **options))
+        return made[-1]
+
+    yield of
+    for table in made:
+        table.close()
+
+
+@pytest.mark.parametrize(
+    ("table", "options"),
+    [
+        (lambda _: Drawing(), {}),
+        (lambda lines: lines(), {"transform": drawn}),
+        (lambda lines: lines(transform=drawn), {}),
+        (lambda lines: lines(types={"a": drawn}), {}),
+        (lambda lines: Mixture([lines(transform=drawn)]), {}),
+        (lambda lines: lines(), {"collate": drawing_collate}),
+    ],
+    ids=["a data set", "a transform", "a table's", "a type of a column", "in a mixture", "collate"],
+)
+def test_what_reading_draws_is_not_taken_from_the_loop(make, lines, table, options):
+    loader = make(table(lines), **options)
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    assert len(list(loader)) == 6
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert str(numpy.random.get_state()) == str(before[2])
+
+
+def test_where_nothing_is_drawn_no_generator_is_kept(make, lines, monkeypatch):
+    """To keep them costs as much as to read a few samples, for every batch."""
+
+    def kept():
+        raise AssertionError("the generators are asked for their state")
+
+    monkeypatch.setattr("manyhands.data.supply.generators_kept", kept)
+    assert len(list(make(lines(types={"a": int, "b": bool}), collate=None))) == 6
+
+
 def test_a_generator_outside_of_a_sample_is_torchs():
     assert generator() is torch.default_generator
 
@@ -116,6 +180,26 @@ def test_an_iteration_that_was_left_is_followed_by_another_epoch(make, kind):
     loader = make(samples.Numbers(), **kind)
     first = next(iter(loader))
     assert ids([first]) == order(0)[:BATCH]
+    assert ids(loader) == order(1)
+
+
+def test_after_an_error_the_rest_of_the_epoch_comes_next(make, kind):
+    """A disk that was away for a moment costs no samples."""
+    away = [order(0)[2 * BATCH]]
+
+    def read(sample):
+        if sample[0] in away:
+            raise OSError(5, "away")
+        return sample
+
+    loader = make(samples.Numbers(), transform=read, **kind)
+    before = []
+    with pytest.raises(OSError, match="away"):
+        before.extend(loader)
+    assert ids(before) == order(0)[: 2 * BATCH]
+    assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (0, 2 * BATCH)
+    away.clear()
+    assert ids(loader) == order(0)[2 * BATCH :]
     assert ids(loader) == order(1)
 
 
@@ -142,6 +226,16 @@ def test_a_state_goes_on_after_the_last_batch(make, kind):
     resumed.load_state_dict(state)
     assert seen + ids(resumed) == order(1)
     assert ids(resumed) == order(2)
+
+
+def test_numbers_of_numpy_make_a_state_of_plain_ones(make):
+    """As somebody has them who computes a batch size."""
+    loader = make(samples.Numbers(), numpy.int64(BATCH), seed=numpy.int64(SEED))
+    batches = iter(loader)
+    seen = ids([next(batches)])
+    resumed = make(samples.Numbers())
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert seen + ids(resumed) == order(0)
 
 
 def test_a_state_of_the_end_of_an_epoch_has_nothing_left_of_it(make):
@@ -347,6 +441,15 @@ def test_a_transform_that_fails_is_no_bad_sample(make):
     assert caught.value.__notes__ == ["for the sample numbers/7.txt"]
 
 
+def test_a_batch_that_fails_again_is_warned_about_once(make, caplog):
+    loader = make(samples.Numbers(), transform=samples.fails_at_seven)
+    for times in (0, 1, 1, 1):
+        with pytest.raises(ArithmeticError):
+            list(loader)
+        told = [r.getMessage() for r in caplog.records if "have failed again" in r.getMessage()]
+        assert len(told) == times
+
+
 # -- threads --------------------------------------------------------------------------------------
 
 
@@ -360,6 +463,17 @@ def test_threads_read_ahead_so_far_and_no_further(make):
     for _ in range(3):
         for batch in loader:
             table.taken += len(batch)
+
+
+def test_processes_read_one_batch_more_ahead_which_waits_here(make, tmp_path):
+    """So that none of them waits for its parent."""
+    loader = make(samples.Marking(str(tmp_path)), 4, workers=2, prefetch=1, kind="process")
+    batches = iter(loader)
+    for taken in (1, 2):
+        next(batches)
+        jobs = list(loader._supply._crew._jobs)
+        assert all(job.done.wait(60) for job in jobs)
+        assert len(list(tmp_path.iterdir())) == 4 * (taken + 2 * (1 + 1))
 
 
 def test_batches_come_in_order_though_the_first_is_read_last(make):
@@ -521,14 +635,19 @@ class Stream(IterableDataset):
         ({"rank": 2, "world": 2}, "rank 2 of a world of 2"),
         ({"batch_size": 0}, "a global batch of 0"),
         ({"batch_size": 41, "drop_last": True}, "do not fill one batch"),
+        ({"batch_size": 8.0}, r"batch_size=8\.0"),
+        ({"batch_size": "8"}, "batch_size='8'"),
+        ({"seed": "one"}, "seed='one'"),
+        ({"workers": 1.5}, r"workers=1\.5"),
         ({"device": "nowhere"}, "device='nowhere'"),
         ({"table": Stream()}, "IterableDataset"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_remedy(options, words):
     options = {"table": samples.Numbers(), "batch_size": BATCH, **options}
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) as caught:
         Loader(options.pop("table"), **options)
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -539,16 +658,26 @@ def test_what_cannot_work_is_refused_with_the_remedy(options, words):
         ({"LOCAL_WORLD_SIZE": "10000"}, 1, True),
         ({"MANYHANDS_LOCAL_PEERS": "10000"}, 1, True),
         ({"LOCAL_WORLD_SIZE": "10000"}, 0, False),
+        ({"LOCAL_WORLD_SIZE": "10000", "MANYHANDS_CORES": "1"}, 1, False),
+        ({"LOCAL_WORLD_SIZE": "10000", "MANYHANDS_CORES": "1"}, 10_000, True),
     ],
 )
 def test_more_workers_than_cores_are_warned_about(monkeypatch, caplog, environ, workers, warned):
-    for name in ("LOCAL_WORLD_SIZE", "MANYHANDS_LOCAL_PEERS"):
+    for name in ("LOCAL_WORLD_SIZE", "MANYHANDS_LOCAL_PEERS", "MANYHANDS_CORES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level(logging.WARNING):
         Loader(samples.Numbers(), BATCH, workers=workers)
     assert any("cores" in r.getMessage() for r in caplog.records) == warned
+
+
+def test_what_is_said_to_fit_fits(monkeypatch, caplog):
+    monkeypatch.delenv("MANYHANDS_CORES", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "10000")
+    with caplog.at_level(logging.WARNING):
+        Loader(samples.Numbers(), BATCH, workers=1)
+    assert "workers=0 would fit" in caplog.text
 
 
 def test_a_run_takes_what_a_loader_says():

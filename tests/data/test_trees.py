@@ -12,7 +12,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from manyhands.core.errors import NotThere, UsageError
-from manyhands.data import BlobTree, CsvTable, ImageTree, JsonlTable
+from manyhands.data import BlobTree, CsvTable, ImageTree, JsonlTable, dataset
 from manyhands.data.files import as_tree
 from manyhands.data.picture import read_picture
 from manyhands.data.stores import LocalStore
@@ -113,3 +113,10 @@ def test_a_tree_reads_a_file_of_its_own(folder):
         tree.read_blob("nothing")
     with pytest.raises(UsageError, match="no path inside"):
         tree.read_blob("../x")
+
+
+@pytest.mark.parametrize("table", [JsonlTable, CsvTable, ImageTree])
+def test_a_data_set_has_to_be_opened(table, folder):
+    with pytest.raises(UsageError, match="a DataSet is no") as caught:
+        table(dataset("pictures", path=folder))
+    assert "open()" in caught.value.hint

@@ -86,6 +86,14 @@ def test_a_hub_that_works(hub, examine):
     assert found["bandwidth"].data["down_mb_per_s"] > 0
     assert found["terms"].data["lease_s"] == Terms().lease_s
     assert found["run"].data["private"]
+    assert "is on this machine" in found["door"].summary
+
+
+def test_a_hub_that_is_reached_over_a_network(hub, examine):
+    with Proxy("127.0.0.1", hub.address.port) as proxy:
+        found = examine(replace(hub.address, port=proxy.port))
+    assert found.problems == []
+    assert "door" not in found
 
 
 def test_an_insecure_hub(examine):

@@ -8,6 +8,7 @@ import pytest
 
 from manyhands.doctor.machine import (
     RELEASED_S,
+    TRAPS,
     Requirement,
     check_dependencies,
     check_disk,
@@ -91,6 +92,26 @@ def test_a_broken_torch_is_a_finding(tmp_path, monkeypatch):
     (finding,) = check_torch(60.0).findings
     assert finding.status is Status.PROBLEM
     assert "libtorch.so" in finding.summary
+
+
+def test_a_processor_that_has_less_than_it_says(tmp_path, monkeypatch):
+    """Found on a virtual machine, where every product of bf16 matrices was a SIGILL."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "from types import SimpleNamespace as Any\n"
+        "__version__, bfloat16 = '2.13.0', None\n"
+        "get_num_threads = lambda: 2\n"
+        "version = Any(cuda=None)\n"
+        "cuda = Any(is_available=lambda: False)\n"
+        "backends = Any(mps=cuda)\n"
+        "ones = lambda *args, **options: os.kill(os.getpid(), signal.SIGILL)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    torch, devices, processor = check_torch(60.0).findings
+    assert torch.status is devices.status is Status.OK
+    assert processor == TRAPS
+    assert processor.status is Status.PROBLEM
+    assert "ONEDNN_MAX_CPU_ISA" in processor.remedy
 
 
 def test_a_hanging_torch_is_a_finding(tmp_path, monkeypatch):

@@ -19,7 +19,8 @@ JOBS = {
     "wrn",
     "gpt",
 }  # of a cluster: tests/compat/deeppool/test_session.py
-NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - DRIVERS - JOBS)
+PLAIN = {"ddp"}  # has no plan: test_plain_ddp_learns_what_one_process_learns
+NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - DRIVERS - JOBS - PLAIN)
 STEPS = 4
 PATIENCE_S = 200.0  # for programs of which each loads torch, where others work too
 
@@ -97,3 +98,17 @@ def test_the_transformer_reads_what_it_writes_again(said_by):
     said = said_by("seq2seq", None, "--steps", "120")
     right, baseline = re.findall(r": (\S+)%$", said, flags=re.M)
     assert float(right) > float(baseline) + 10
+
+
+def test_plain_ddp_learns_what_one_process_learns(said_by):
+    """Real digits, three processes, the launcher's own hub."""
+
+    def read(said):
+        (found,) = re.findall(r"^(\d+) of 360 unseen digits right; .* length is (\S+)$", said, re.M)
+        return int(found[0]), float(found[1])
+
+    alone = read(said_by("ddp", None))
+    assert alone[0] > 0.95 * 360
+    right, length = read(said_by("ddp", 3))
+    assert abs(right - alone[0]) <= 1  # a digit on the edge may fall to either side
+    assert length == pytest.approx(alone[1], rel=1e-3)

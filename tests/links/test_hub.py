@@ -57,9 +57,9 @@ from manyhands.wire.frames import FrameReader, Limits
 class HubMeeting(Meeting):
     """A hub with a memory, so that it can restart."""
 
-    def __init__(self, tmp_path, *, insecure: bool) -> None:
-        self._state, self._insecure = tmp_path / "state", insecure
-        self.hub = Hub("127.0.0.1:0", state=self._state, insecure=insecure)
+    def __init__(self, tmp_path, *, insecure: bool, door: bool = False) -> None:
+        self._options = {"state": tmp_path / "state", "insecure": insecure, "door": door}
+        self.hub = Hub("127.0.0.1:0", **self._options)
         super().__init__(url_of(self.hub.address))
 
     def __exit__(self, *details) -> None:
@@ -74,8 +74,7 @@ class HubMeeting(Meeting):
 
     def restart(self):
         self.hub.close()
-        bind = f"127.0.0.1:{self.hub.address.port}"
-        self.hub = Hub(bind, state=self._state, insecure=self._insecure)
+        self.hub = Hub(f"127.0.0.1:{self.hub.address.port}", **self._options)
 
 
 def url_of(address: HubAddress) -> str:
@@ -96,14 +95,25 @@ class TestHubWithTls(LinkContract):
             yield meeting
 
 
+class TestHubByItsDoor(LinkContract):
+    """As TLS, for peers of this machine. Whoever is cut off by a proxy comes by TCP."""
+
+    @pytest.fixture
+    def meeting(self, tmp_path):
+        with HubMeeting(tmp_path, insecure=False, door=True) as meeting:
+            yield meeting
+
+
 # -- beyond the contract ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hubs():
-    """Starts hubs on a free loopback port, and ends them."""
+    """Starts hubs on a free loopback port, without a door, and ends them."""
     with ExitStack() as stack:
-        yield lambda bind="127.0.0.1:0", **options: stack.enter_context(Hub(bind, **options))
+        yield lambda bind="127.0.0.1:0", **options: stack.enter_context(
+            Hub(bind, door=False, **options)
+        )
 
 
 @pytest.fixture

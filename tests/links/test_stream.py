@@ -27,10 +27,10 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-@pytest.fixture(params=["plain", "tls"])
+@pytest.fixture(params=["plain", "tls", "unix"])
 def pair(request):
     """Two connected streams."""
-    near, far = tcp_pair()
+    near, far = socket.socketpair() if request.param == "unix" else tcp_pair()
     if request.param == "tls":
         context = server_context(*create_identity())
         near, far = together(
@@ -204,6 +204,64 @@ def test_a_beat_goes_when_the_network_takes_it(pair):
     assert near.send_now([b"beat"])
     assert receive(far, 4) == b"beat"
     assert time.monotonic() - far.heard_s < 30
+
+
+def test_a_last_word_waits_for_room(pair):
+    """It comes right after data, which a Unix socket holds until it is read."""
+    near, far = pair
+    data = bytes(32 << 20)
+    held = len(data) - sum(len(buffer) for buffer in near.send_some([data]))
+
+    def say() -> None:
+        near.send_now([b"bye"], wait_s=30)
+        near.close()
+
+    def read() -> bytes:
+        time.sleep(0.2)
+        return receive(far, held + 3)
+
+    _, got = together(say, read)
+    assert got.endswith(b"bye")
+
+
+def test_a_reader_and_a_writer_wait_for_room_at_once(monkeypatch):
+    """TLS may have to write before it can read on, when its keys change."""
+    context = server_context(*create_identity())
+    near, far = tcp_pair()
+    near, far = together(
+        lambda: wrap_client(near), lambda: context.wrap_socket(far, server_side=True)
+    )
+    stream = Stream(near)
+    full, asked = threading.Event(), threading.Event()
+    poll = stream._writable
+
+    class Watched:
+        def poll(self, *timeout):
+            full.set()
+            return poll.poll(*timeout)
+
+    def wants_to_write(target):
+        asked.set()
+        raise ssl.SSLWantWriteError
+
+    monkeypatch.setattr(stream, "_writable", Watched())
+    monkeypatch.setattr(near, "recv_into", wants_to_write)
+
+    def write():
+        with pytest.raises(LinkBroken):
+            stream.send([bytes(64 << 20)])  # nobody reads it
+
+    def read():
+        assert full.wait(30)
+        assert stream.recv_into(memoryview(bytearray(1))) == 0
+
+    def end():
+        assert asked.wait(30)
+        stream.close()
+
+    together(write, read, end)
+    stream.detach()
+    far.close()
 
 
 def test_what_the_network_does_not_take_at_once_is_given_back(pair):

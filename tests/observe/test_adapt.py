@@ -163,3 +163,27 @@ def test_what_is_none(thing, words):
     with pytest.raises(UsageError, match=words) as caught:
         adapt(thing)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("kind", ["function", "by name", "log", "writer"])
+def test_a_place_that_has_rows_already_is_sent_what_comes_after_them(kind):
+    rows = []
+
+    class Place:
+        def log(self, metrics, step):
+            rows.append(step)
+
+        def add_scalar(self, name, value, step):
+            rows.append(step)
+
+    def by_name(metrics, *, step):
+        rows.append(step)
+
+    place = Place()
+    if kind == "log":
+        del Place.add_scalar
+    thing = {"function": place.log, "by name": by_name}.get(kind, place)
+    logger = adapt(thing, last=7)
+    for step in (5, 6, 7, 8, 9, 8):
+        logger.log_metrics({"train/loss": 0.5}, step)
+    assert rows == [8, 9]

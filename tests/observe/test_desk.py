@@ -109,6 +109,34 @@ def test_one_that_raises_is_warned_about_once_and_counted(caplog):
     assert desk.settled == 4
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_what_would_end_a_program_is_a_failure_like_others(kind, caplog):
+    def quits(metrics, step):
+        raise kind
+
+    ends = []
+    with Desk([quits, lambda metrics, step: ends.append(step)]) as desk:
+        for step in range(5):
+            desk.log_metrics({}, step)
+    assert ends == [0, 1, 2, 3, 4]
+    assert [(count.failed, count.dropped) for count in desk.counts] == [(5, 0), (0, 0)]
+
+
+def test_a_logger_is_called_what_its_user_calls_it(caplog):
+    def to_my_server(metrics, step):
+        raise OSError("unreachable")
+
+    class Board:
+        def log(self, metrics, step):
+            raise OSError("unreachable")
+
+    with caplog.at_level(logging.WARNING), Desk([to_my_server, Board()]) as desk:
+        desk.log_metrics({"train/loss": 0.5}, 0)
+    assert [count.logger for count in desk.counts] == ["to_my_server", "Board"]
+    for name in ("to_my_server", "Board"):
+        assert any(f"{name} failed" in record.getMessage() for record in caplog.records)
+
+
 def test_one_that_hangs_holds_nobody_up_and_its_queue_has_an_end():
     hanging, memory = Hanging(), Memory()
     desk = Desk([hanging, memory], most=10)

@@ -170,9 +170,11 @@ def test_a_table_that_is_resumed_keeps_its_columns(path):
     ]
 
 
-def test_a_column_that_is_there_already(path):
+def test_a_value_that_is_called_as_the_step_is(kind, path):
+    """It would take its place, and the file would be none of a run's."""
     with pytest.raises(UsageError, match="'step'"):
-        Csv(path).log_metrics({"step": 1.0}, 0)
+        kind(path).log_metrics({"step": 1.0}, 0)
+    assert not path.exists()
 
 
 def test_hyperparameters_are_beside_it(kind, path):

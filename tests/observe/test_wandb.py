@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from manyhands.observe import MissingExtra, Wandb
+from manyhands.observe import MissingExtra, Wandb, adapt
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +74,24 @@ def test_resumed_it_sends_only_what_is_new(tmp_path):
     first, second = found["killed"]
     assert steps(first) + steps(second) == list(range(2100))  # none twice, none missing
     assert {row["train/loss"] for row in second["rows"]} == {0.25}
+
+
+def test_a_training_whose_steps_are_there_already_is_warned(caplog, tmp_path):
+    class Run:
+        """Of the server, which has rows."""
+
+        id, summary = "run-7", {"step": 4}
+        settings = SimpleNamespace(wandb_dir=str(tmp_path))
+
+        def define_metric(self, *_, **__): ...
+
+        def log(self, row): ...
+
+    rows = adapt(Run())
+    rows.log_metrics({"train/loss": 0.5}, 0)
+    rows.log_metrics({"train/loss": 0.5}, 1)
+    (record,) = caplog.records
+    assert record.message.startswith("run run-7 of wandb has rows up to step 4")
 
 
 def test_without_the_package(monkeypatch):

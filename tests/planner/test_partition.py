@@ -316,6 +316,13 @@ def test_a_peer_without_memory():
     assert "peer p0 has 0.0 MiB free and needs 2.0 MiB for layer 0 (l0), 2.0 MiB more" in message
 
 
+def test_a_few_bytes_are_not_none():
+    message = refusal(layers([1, 1], [96, MIB]), peers(0, None))
+    assert "peer p0 has 0.0 MiB free and needs 0.0002 MiB for layer 0 (l0), 0.0002 MiB" in message
+    message = refusal(layers([1], [MIB]), peers(2 * MIB - 1))
+    assert "peer p0 has 2.0 MiB free and needs 2.0 MiB for layer 0 (l0), 0.000001 MiB" in message
+
+
 def test_of_several_peers_the_one_that_lacks_most_is_named():
     message = refusal(layers([1, 1, 1], [MIB, 3 * MIB, 2 * MIB]), peers(MIB, MIB, 2 * MIB))
     assert "peer p1 has 1.0 MiB free and needs 6.0 MiB for layer 1 (l1), 5.0 MiB more" in message

@@ -211,8 +211,8 @@ def test_a_resumed_run_may_have_another_policy(tmp_path, policies):
 def test_what_was_saved_is_compared_but_for_what_is_free():
     data = {"samples": 9, "fingerprint": "ab", "bad": "raise"}
     saved = {"epochs": 1, "bad_gradients": "stop", "resync_every": 1, "seed": 3, "data": data}
-    saved["evaluation"] = dict(data)
-    mine = saved | {"epochs": 2, "data": data | {"bad": "skip"}}
+    saved |= {"evaluation": dict(data), "manyhands": "0.1.0", "optimizers": []}
+    mine = saved | {"epochs": 2, "manyhands": "0.2.0", "data": data | {"bad": "skip"}}
     mine["evaluation"] = {name: value for name, value in data.items() if name != "bad"}
     assert differences(resumable(saved, mine), mine) == []
     mine |= {"seed": 4, "data": data | {"samples": 8}}

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from manyhands.checkpoint.store import Store
-from tests.replica.hands import Hands, saving, until_saved
+from tests.replica.hands import Hands, saving, until_members, until_round, until_saved
 
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
 
 AGAIN_S = 2.0  # a broker waits for one lease before a run whose peers all died begins again
+FULL_BYTES = 1 << 18  # a state has more than twice as many, and a log of this test far fewer
 
 
 def test_resumed_five_times_at_other_numbers_of_peers(zygote, url, tmp_path):
@@ -89,6 +90,23 @@ def test_a_folder_that_is_a_file_does_not_stop_the_run(zygote, url, tmp_path):
         hand = hands.join()
         hands.finish()
         assert "was not saved, and the run goes on" in hand.report()
+
+
+def test_a_disk_that_is_full_at_one_peer_does_not_stop_the_run(zygote, url, tmp_path):
+    """As its kernel says when no file of this process may get larger than a part of the state."""
+    folder = tmp_path / "saved"
+    options = {"checkpoints": str(folder), "save_every": 1, "linger_s": 0.05}
+    with Hands(zygote, url, epochs=10, **options) as hands:
+        full = hands.join(file_bytes=FULL_BYTES)
+        until_round(full, 2)
+        other = hands.join()
+        until_members(full, 2)
+        hands.finish()
+        assert "was not saved, and the run goes on" in full.report()
+        assert "File too large" in full.report()
+        ends = [next(s for s in hand.said if "done" in s) for hand in (full, other)]
+        assert ends[0]["not saved"]
+        assert not ends[1]["not saved"]
 
 
 def test_the_first_of_the_roster_saves_and_the_newest_stay(zygote, url, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from manyhands.replica.cap import Cap, memory_of
 from tests.replica.hands import TOLERANCE
 from tests.replica.training import alone, shadow
 
@@ -106,3 +107,28 @@ def test_a_gpu_and_a_cpu_in_one_run(hub, every):
     equal = {n for n in both if n - 1 in both and (n + 2) % every == 0}
     assert all(begun[0][n] == begun[1][n] for n in equal)
     assert any(ended[0].get(n) != ended[1].get(n) for n in both)  # so there was something to mend
+
+
+def test_a_pass_grows_only_as_far_as_the_memory_goes():
+    """A device of 2 GiB; the allocator itself refuses a pass that is too large for it."""
+    device = torch.device("cuda", 0)
+    total = torch.cuda.mem_get_info(device)[1]
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((2 << 30) / total, device)
+    try:
+        cap = Cap(memory_of(device))
+        layers = torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(3))).to(device)
+        done = []
+        for asked in (4, 1000, 1000, 1000):
+            most = min(asked, cap.most(asked))
+            cap.begin(most)
+            x = torch.zeros(most, 1 << 20, device=device, requires_grad=True)
+            layers(x).sum().backward()
+            cap.survived(most)
+            del x
+            done.append(most)
+        assert done[0] == 4
+        assert 40 < done[-1] < 200
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)

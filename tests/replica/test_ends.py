@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 from manyhands.checkpoint.store import Store
 from manyhands.core.errors import AddressError, UsageError
+from manyhands.replica import session
 from tests.replica.hands import Hands, held_at
 from tests.replica.training import alone, shadow
 
@@ -32,6 +34,18 @@ def test_asked_to_end_it_finishes_its_round_and_leaves(zygote, url):
         assert second.wait() == 0, second.report()
         hands.finish(second)
         assert [said["members"] for said in first.said if "members" in said][-1] == 1
+
+
+def test_asked_to_end_while_it_waits_for_others_it_leaves_them_quietly(zygote, hub):
+    """What comes after it is a run that nobody has begun."""
+    with Hands(zygote, f"{hub.address}?insecure=1") as hands:
+        first = hands.join(min_peers=2)
+        first.until(lambda said: "dialed" in said)
+        first.tell("terminate")
+        assert first.wait() == 0, first.report()
+        assert "Traceback" not in first.report()
+        hands.start(2)
+        hands.finish(first)
 
 
 def test_ctrl_c_saves_and_ends(zygote, url, tmp_path):
@@ -114,6 +128,54 @@ def test_a_loop_over_the_old_loader_is_told_that_it_trained_nothing(caplog):
             model(x).mean().backward()
             optimizer.step()
     assert "iterate over the loader that wrap() returns" in caplog.text
+
+
+def test_who_waits_for_others_to_begin_says_what_to_do(monkeypatch):
+    said, reminders = threading.Event(), []
+
+    def remind(text, *given):
+        reminders.append(text % given)
+        said.set()
+
+    monkeypatch.setattr(session, "_TICK_S", 0.01)
+    monkeypatch.setattr(session, "_REMIND_S", 0.0)
+    monkeypatch.setattr(session.log, "warning", remind)
+
+    first = threading.Thread(target=train_small, args=("first", "waited-for"), daemon=True)
+    first.start()
+    assert said.wait(30)
+    train_small("second", "waited-for")
+    first.join(30)
+    assert not first.is_alive()
+    assert reminders[0].startswith("1 of 2 peers are in run waited-for")
+    assert "--min-peers" in reminders[0]
+
+
+def train_small(name, run, **more):
+    model, optimizer, data = small()
+    with torch.no_grad():
+        model.weight.fill_(more.pop("weight", 0.5))
+        model.bias.zero_()
+    with mh.join(f"local:///{run}", name=name, min_peers=2, **more) as hand:
+        _, _, loader, _ = hand.wrap(model, optimizer, data, epochs=1)
+        for (x,) in loader:
+            model(x).mean().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_nobody_waits_a_lease_for_those_that_come_with_other_weights(same, caplog):
+    """They ask for the state, which only the round that waits for them can give."""
+    run, lease = f"weights-{same}", {"lease_s": 600.0}
+    first = threading.Thread(target=train_small, args=("a", run), kwargs=lease, daemon=True)
+    first.start()
+    second = {**lease, "weight": 0.5 if same else 0.25}
+    other = threading.Thread(target=train_small, args=("b", run), kwargs=second, daemon=True)
+    other.start()
+    for thread in (first, other):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert "begins without" not in caplog.text
 
 
 def test_killed_while_it_leaves(zygote, url):

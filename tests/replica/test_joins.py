@@ -14,7 +14,7 @@ HOLD = {"what": "Snapshot", "count": 2, "before": True, "then": "wait"}
 """In the middle of a state: one piece of it is on its way, the donor's others are held."""
 COUNT = {"what": "Snapshot", "count": "any", "before": True, "then": "say"}
 LINGER_S = 0.05
-"""A pass of a member: the run is not over before a newcomer is in."""
+"""A pass of a member: the run is not over before a newcomer is in, which does not take its time."""
 
 
 def begin_two(hands: Hands, *points: dict):
@@ -34,7 +34,7 @@ def test_killed_while_the_state_is_on_its_way(zygote, url):
         donor.until(lambda said: said.get("at") == "Snapshot")
         victim.kill()
         donor.tell("go")
-        hands.join()
+        hands.join(linger_s=0.0)
         until_members(first, 3)
         hands.finish(victim)
 
@@ -43,7 +43,7 @@ def test_members_go_on_while_the_state_is_on_its_way(zygote, url):
     """No round waits for a join, however long that takes; then the newcomer gets in."""
     with Hands(zygote, url, epochs=25, linger_s=LINGER_S) as hands:
         first, donor = begin_two(hands, HOLD)
-        hands.join()
+        hands.join(linger_s=0.0)
         donor.until(lambda said: said.get("at") == "Snapshot")
         until_round(first, len(members(first)) + 10)
         assert max(members(first)) == 2
@@ -57,7 +57,7 @@ def test_ten_at_once(zygote, url):
     with Hands(zygote, url, epochs=20, linger_s=LINGER_S) as hands:
         first, *_ = old = [hands.join(COUNT, min_peers=3) for _ in range(3)]
         until_members(first, 3)
-        new = [hands.join(COUNT) for _ in range(10)]
+        new = [hands.join(COUNT, linger_s=0.0) for _ in range(10)]
         until_members(first, 13)
         hands.finish()
         sent = [sum(said.get("at") == "Snapshot" for said in hand.said) for hand in old + new]

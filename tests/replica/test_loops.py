@@ -17,7 +17,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+)
 
 import manyhands as mh
 from manyhands.core.errors import ManyhandsError, UsageError
@@ -1239,6 +1245,11 @@ class Halves(torch.utils.data.Sampler):
         ),
         (lambda: DataLoader(Points(), batch_sampler=Halves()), "Halves", "batch_size"),
         (lambda: DataLoader(Points(), batch_size=None), "batch_size=None", "batch_size"),
+        (
+            lambda: DataLoader(Points(), batch_sampler=BatchSampler(range(SIZE), 4, False)),
+            "whose batches a BatchSampler makes up",
+            "batch_size",
+        ),
         (lambda: DataLoader(Points(), 2, sampler=Halves()), "Halves", "Subset"),
         (lambda: Points(), "Points", "global_batch"),
         (lambda: iter([1, 2]), "list_iterator", ""),

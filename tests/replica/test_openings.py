@@ -8,6 +8,7 @@ from manyhands.collectives.outcomes import Committed, Stopped
 from manyhands.core.peers import NO_VIEW
 from manyhands.data.calendar import Calendar
 from manyhands.replica.agenda import Agenda
+from manyhands.replica.cap import Cap
 from manyhands.replica.conductor import Base, Conductor
 from manyhands.replica.openings import Openings, opened_chain
 
@@ -28,14 +29,15 @@ def test_openings_may_overlap():
 
 
 def test_an_opened_history_is_another_one():
-    assert opened_chain(b"x") != b"x"
-    assert opened_chain(b"x") != opened_chain(b"y")
+    assert opened_chain(b"x", b"a") != b"x"
+    assert opened_chain(b"x", b"a") != opened_chain(b"y", b"a")
+    assert opened_chain(b"x", b"a") != opened_chain(b"x", b"b")
 
 
 def test_who_follows_from_a_checkpoint_that_all_left_applies_every_round():
     """The record that was saved says that a closing round follows, which was of another life."""
     saved = Record(b"", NO_VIEW, NO_VIEW, (), closing=True)
-    base = Base(9, b"chain", saved, Openings((0,))).open()
+    base = Base(9, b"chain", saved, Openings((0,))).open(b"a")
 
     def commit(number, *, closing=False):
         record = Record(b"", NO_VIEW, NO_VIEW, ())
@@ -52,10 +54,11 @@ def test_who_follows_from_a_checkpoint_that_all_left_applies_every_round():
         nothing=(),
         base=base,
         agenda=Agenda(Calendar(100, 10), 10),
+        cap=Cap(None),
         gather_s=1.0,
         offers=True,
     )
-    conductor.begin(Mock())
+    conductor.begin(Mock(return_value=True))
     turn = conductor.next_turn()
     assert (turn.number, turn.round, turn.committed.round) == (11, 7, 11)
     assert conductor.base.applied == 11

@@ -15,6 +15,7 @@ from manyhands.collectives import messages as m
 from manyhands.core.errors import UsageError
 from manyhands.replica import session
 from manyhands.replica.blame import BadGradient
+from manyhands.replica.layers import warn_of_chance
 from tests.replica.hands import Hands, until_members
 from tests.replica.loops import (
     BATCH,
@@ -239,6 +240,23 @@ def test_a_sample_that_kills_stops_the_run_after_three_deaths(zygote, url, tmp_p
 
 def batchy():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("layer", "drops"),
+    [
+        (nn.MultiheadAttention(4, 2, dropout=0.1), True),
+        (nn.MultiheadAttention(4, 2), False),
+        (nn.LSTM(4, 4, 2, dropout=0.1), True),
+        (nn.GRU(4, 4, 2), False),
+        (nn.RReLU(), True),
+    ],
+    ids=str,
+)
+def test_layers_that_draw_in_themselves_are_named_too(caplog, layer, drops):
+    with caplog.at_level(logging.WARNING):
+        warn_of_chance(nn.Sequential(nn.Linear(4, 4), layer))
+    assert caplog.text.count(f"{type(layer).__name__} see their batch or chance") == drops
 
 
 @pytest.mark.parametrize(

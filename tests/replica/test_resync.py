@@ -309,7 +309,7 @@ class TestCounting:
 
     def test_a_run_that_starts_anew_begins_with_an_opening(self):
         for resync, before in ((False, 3), (True, 2)):
-            opened = self.base(resync=resync).open()
+            opened = self.base(resync=resync).open(b"about")
             assert not opened.resyncs
             assert opened.is_opening(12)
             assert not opened.is_gathering(12)

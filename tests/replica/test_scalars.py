@@ -11,6 +11,7 @@ from manyhands.collectives.messages import NO_TAG, NOTES_BYTES, Part, SelfReport
 from manyhands.collectives.outcomes import Task
 from manyhands.collectives.ranges import Ranges
 from manyhands.core.errors import UsageError
+from manyhands.replica.cap import Cap
 from manyhands.replica.conductor import Turn
 from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients, parameters_of
@@ -31,6 +32,7 @@ class Rounds:
     """A conductor whose rounds go on."""
 
     nothing = ()
+    cap = Cap(None)
 
     def close_turn(self, turn: Turn, tensors, weight: float) -> None:
         turn.ended = True
@@ -136,3 +138,24 @@ def test_names_that_do_not_fit(scalars, name):
         scalars.say(name, 1.0)
     with pytest.raises(UsageError, match="UTF-8"):
         scalars.give_word(name, 1.0)
+
+
+class Computed:
+    """A number that a device still computes: looking at it waits."""
+
+    def __init__(self) -> None:
+        self.ready = False
+
+    def __float__(self) -> float:
+        assert self.ready, "it was waited for"
+        return 3.0
+
+
+def test_no_number_is_waited_for_before_its_pass_has_ended():
+    scalars, number = Scalars(), Computed()
+    scalars.begin_pass(0)
+    scalars.say("loss", number)
+    scalars.say("loss", 5.0)
+    number.ready = True
+    scalars.end_pass(0, 2.0, [])
+    assert mean_of(scalars) == 4.0

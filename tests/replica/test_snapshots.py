@@ -81,6 +81,24 @@ def test_of_two_answers_the_first_to_be_whole_counts():
     assert torch.equal(torch.stack(tree["weights"]), torch.full((3, 4), 1.0))
 
 
+def test_a_donor_copies_its_piece_only():
+    """Training goes on while it is sent; what others send is not copied."""
+    most, size = 1 << 16, 1 << 20
+    for place in range(len(DONORS)):
+        donor, sending = new_snapshots()
+        sending.send_snapshot = lambda head, to, buffers, kept=sending.sent: kept.append(buffers)
+        record = Record(b"", NO_VIEW, NO_VIEW, ())
+        donor.give(Snapshot(0, 7, b"chain", record, place, len(DONORS)), NEWCOMER)
+        state = {"weights": torch.ones(size, dtype=torch.uint8)}
+        donor.serve(7, flatten(state), Openings(), b"", most)
+        state["weights"].zero_()
+        chunks = [chunk for _, *rest in sending.sent for chunk in rest]
+        values = chunks[1:] if place == 0 else chunks  # the first one has the table of contents
+        assert all(set(chunk) == {1} for chunk in values)
+        held = {id(chunk.obj): memoryview(chunk.obj).nbytes for chunk in chunks}
+        assert sum(held.values()) <= size // len(DONORS) + most
+
+
 def test_tensors_of_any_size_go_in_messages_that_a_link_takes():
     """What says which piece it is counts, too."""
     most, state = 1 << 16, {"weights": torch.arange(3 * (1 << 14) + 5, dtype=torch.int32)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -29,6 +30,7 @@ from manyhands.data.calendar import Calendar
 from manyhands.data.order import Order
 from manyhands.replica.conductor import Conductor
 from manyhands.replica.deviation import Deviated
+from manyhands.replica.keeper import NotSaved
 from manyhands.replica.replica import seed_of_pass
 from manyhands.wire.tensors import bytes_of
 
@@ -182,6 +184,8 @@ def train(
     show: bool = False,
     bad: list[int] | None = None,
     reading: dict[str, Any] | None = None,
+    memory: int | None = None,
+    file_bytes: int | None = None,
     **options: Any,
 ) -> None:
     """A peer. It passes by the points "forward", "backward", "step" and "stepped" of a round.
@@ -192,10 +196,17 @@ def train(
     arithmetic is another one, though not for numbers that come up here. `dies_opening`: see there.
     `show`: it says what its parameters are when a round begins, and when it has stepped. `bad`
     samples are skipped, or what `reading`, the arguments of a Loader, says. `deadly`: the sample
-    that kills, from a round on.
+    that kills, from a round on. `memory`: no pass may have more samples; it says how many each has.
+    `file_bytes`: no file of this process may get larger.
     """
+    if file_bytes is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # else it ends the process
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
     if dies_opening:
         die_opening()
+    rows: list[int] = []
+    if memory is not None:
+        limit_memory(memory, rows)
     torch.set_flush_denormal(flush)
     teller = teller or Teller()
     model, optimizer, schedule = make(grain, device)
@@ -229,6 +240,10 @@ def train(
                     teller.linger(linger_s)
                     linger_from = at + 1  # once a round
                 optimizer.zero_grad()
+                if memory is not None:
+                    assert len(x) <= memory, f"out of memory: {len(x)} samples"
+                    rows.append(len(x))
+                    teller.say({"rows": len(x)})
                 loss = criterion(model(x.to(device)), y.to(device))
                 mean = hand.mean(loss)
                 teller.pass_by("backward", at)
@@ -255,6 +270,7 @@ def train(
     named = [[e.peer.name, e.round, e.tensor] for e in deviated]
     met = sorted(error.where for error in loader.bad)
     done = {"done": hand.round, "shadow": shadow(model), "deviated": named, "bad": met}
+    done["not saved"] = [e.round for e in hand.events if isinstance(e, NotSaved)]
     teller.say(done)
 
 
@@ -272,6 +288,17 @@ def die_opening() -> None:
         gather(self, task)
 
     Conductor._open = gather_and_die
+
+
+def limit_memory(limit: int, rows: list[int]) -> None:
+    """A device of so many bytes, of which each sample takes one while its pass lasts."""
+    from manyhands.replica import session
+    from manyhands.replica.cap import Memory
+
+    def look(*, anew: bool = False) -> Memory:
+        return Memory(0, max(rows, default=0), limit)
+
+    session.memory_of = lambda device: look
 
 
 def digest_of(model: nn.Module) -> str:

@@ -120,6 +120,21 @@ class Case(NamedTuple):
     clip: float | None
     optimizer: Callable[[Any], torch.optim.Optimizer]
     exact: bool  # whether bits must be equal
+    as_specs: bool = False  # whether a plan is given its layers as (class, kwargs, shape)
+    targets: str = "last"
+
+    def model(self, modules=None):
+        """As a plan is given it; `modules` are there already where threads share a generator."""
+        if not self.as_specs:
+            return modules or self.build()
+        build = self.build if modules is None else lambda: modules
+        count = len(build())
+        return [(layer_of, {"build": build, "index": index}, ()) for index in range(count)]
+
+
+def layer_of(build, index):
+    """Stands for the class of one layer: with the values that it has in the whole model."""
+    return build()[index]
 
 
 def random_layers(rng):
@@ -290,6 +305,8 @@ def random_case(seed, num_peers, *, dropout=True):
     layers, together = tied(layers, plan, random.Random(f"tied {seed}"))
     exact = all(len(stage[1]) == 1 for stage in stages) and clip is None and not several
     exact = exact and together
+    form = random.Random(f"form {seed}")
+    several_places = any(what == "again" for what, _ in layers)  # which no such form can say
     return Case(
         lambda: build(layers, seed),
         plan,
@@ -299,6 +316,8 @@ def random_case(seed, num_peers, *, dropout=True):
         clip,
         chosen,
         exact,
+        form.random() < 0.5 and not several_places,
+        form.choice(["last", "first"]),
     )
 
 

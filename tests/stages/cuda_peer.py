@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import manyhands  # noqa: F401  (the backend)
 from manyhands.stages.pipeline import Pipeline
 
 NUM_CASES = 12
+NCCL_S = 60.0  # that a rank waits for another; torch's 10 minutes would outlast the test
 
 
 def on_gpu(case):
@@ -60,7 +62,8 @@ def check(case, folder):
 
 def main():
     backend, where, folder, world, rank = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
-    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world)
+    limit = {"timeout": timedelta(seconds=NCCL_S)} if backend == "nccl" else {}
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world, **limit)
     assert dist.get_backend() == backend
     for seed in range(NUM_CASES):
         check(on_gpu(random_case(seed, world)), f"{folder}/{seed}")

@@ -19,6 +19,7 @@ from tests.stages.cases import WIDTH, Case, Giving, Taking
 from torch import nn
 from torch.nn import functional as F
 
+import manyhands as mh
 from manyhands.core.plan import Plan
 from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.pipeline import Pipeline
@@ -27,7 +28,7 @@ NUM_STEPS, SAVE_EVERY, NUM_ROWS = 6, 2, 10
 
 
 class Death(NamedTuple):
-    during: str  # build, step, save
+    during: str  # build, step, save, load
     number: int  # of steps that were made by then
     function: str
     call: int = 0
@@ -54,15 +55,17 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def case(stages, *, schedule="1f1b"):
+def case(stages, *, schedule="1f1b", recompute=False):
     num_peers = 1 + max(peer for stage in stages for peer in stage[1])
     names = ("ada", "bob", "cyd", "dan")[:num_peers]
-    plan = Plan.of_stages(stages, peers=names, microbatches=4, schedule=schedule)
+    plan = Plan.of_stages(
+        stages, peers=names, microbatches=4, schedule=schedule, recompute=recompute
+    )
     return Case(layers, plan, batches(), False, None, None, adam, False)
 
 
-def pipeline(stages, build=layers, schedule="1f1b", **options):
-    made = case(stages, schedule=schedule)
+def pipeline(stages, build=layers, schedule="1f1b", recompute=False, **options):
+    made = case(stages, schedule=schedule, recompute=recompute)
     options = {"loss_fn": F.mse_loss, "optimizer": made.optimizer, **options}
     return Pipeline(build(), made.plan, **options)
 
@@ -89,8 +92,28 @@ def arm(death, mark):
     setattr(owner, name, deadly)
 
 
-def train(stages, folder, death=None, victim=None, mark=None, schedule="1f1b"):
-    """All steps, from what is saved, saving now and then; what came of it."""
+def in_halves(pipe, x, y):
+    """A step; its loss where it is computed."""
+    output = pipe.forward(x)
+    if output is None:
+        pipe.backward()
+        loss = {}
+    else:
+        output.requires_grad_()
+        own = F.mse_loss(output, y)
+        own.backward()
+        pipe.backward(output.grad)
+        loss = {pipe.num_steps: float(own.detach())}
+    pipe.apply()
+    return loss
+
+
+def train(stages, folder, death=None, victim=None, mark=None, *, halves=False, **how):
+    """All steps, from what is saved, saving now and then; what came of it.
+
+    Where somebody is to die in loading, all load what they have just saved.
+    """
+    loads = death is not None and death.during == "load"
     death = death if victim == dist.get_rank() else None
 
     def now(during, number):
@@ -100,16 +123,19 @@ def train(stages, folder, death=None, victim=None, mark=None, schedule="1f1b"):
     losses, pipe = {}, None
     try:
         now("build", 0)
-        pipe = pipeline(stages, schedule=schedule)
+        pipe = pipeline(stages, **how)
         pipe.load(folder)
         start = pipe.num_steps
         while (number := pipe.num_steps) < NUM_STEPS:
             x, y, _ = batches()[number]
             now("step", number)
-            losses[number] = pipe.step(x, y)
+            losses |= in_halves(pipe, x, y) if halves else {number: pipe.step(x, y)}
             if pipe.num_steps % SAVE_EVERY == 0:
                 now("save", pipe.num_steps)
                 pipe.save(folder, keep=2)
+                if loads:
+                    now("load", pipe.num_steps)
+                    pipe.load(folder)
     except PlanBroken as error:
         ended_s = time.monotonic()
         if pipe is not None:
@@ -120,6 +146,15 @@ def train(stages, folder, death=None, victim=None, mark=None, schedule="1f1b"):
         return {"error": str(error), "hint": error.hint, "ended_s": ended_s, "losses": losses}
     states = {layer.index: layer.module.state_dict() for layer in pipe.layers()}
     return {"start": start, "losses": losses, "states": states}
+
+
+def deal(function, victim, mark):
+    """A plan for all peers, one of which dies on the way; what the others hear."""
+    if dist.get_rank() == victim:
+        arm(Death("deal", 0, function), mark)
+    with pytest.raises(PlanBroken) as caught:
+        mh.partition(layers(), torch.zeros(NUM_ROWS, WIDTH, dtype=torch.float64))
+    return {"error": caught.value.message, "hint": caught.value.hint, "ended_s": time.monotonic()}
 
 
 def train_and_end(stages, folder, death, victim, mark, out):

@@ -26,11 +26,12 @@ def enter(url, world):
 def train(case, group=None, modules=None):
     """Losses of each step, and the states of this peer's layers by index."""
     with Pipeline(
-        modules or case.build(),
+        modules or case.model(),
         case.plan,
         loss_fn=F.mse_loss,
         optimizer=case.optimizer,
         group=group,
+        targets=case.targets,
         seed=case.seed,
         clip_norm=case.clip,
     ) as pipe:

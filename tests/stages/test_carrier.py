@@ -79,6 +79,43 @@ def test_over_nccl_each_direction_has_a_group_that_is_opened_in_one_order():
     ]
 
 
+class Moving(Group):
+    """Two ranks in one: what was sent is received."""
+
+    def send(self, tensors, to, tag):
+        self.seen.append(tensors[0])
+        return Work()
+
+    def recv(self, tensors, sender, tag):
+        sent = self.seen.pop()
+        assert (sent.dtype, sent.shape) == (tensors[0].dtype, tensors[0].shape)
+        tensors[0].copy_(sent)
+        return Work()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        torch.arange(6, dtype=torch.int16).reshape(3, 2),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.tensor(True),
+        torch.ones(2, dtype=torch.complex128),
+        torch.empty(0, 4),
+    ],
+    ids=["int16", "float32", "bool", "complex", "empty"],
+)
+def test_tensors_of_any_type_come_as_they_were(backend, sent):
+    """NCCL, which moves neither int16 nor much else that is no number of its own, moves bytes."""
+    group = Moving(backend)
+    carrier = GroupCarrier(group, torch.device("cpu"))
+    carrier.send(sent, 0).wait()
+    assert group.seen[0].dtype == (torch.uint8 if backend == "nccl" else sent.dtype)
+    found = torch.empty(sent.shape, dtype=sent.dtype)
+    carrier.receive(found, 0).wait()
+    assert torch.equal(found, sent)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "manyhands"])
 def test_others_need_no_such_groups(backend):
     group = Group(backend)

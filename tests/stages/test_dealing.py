@@ -121,6 +121,20 @@ def test_a_gpu_is_known_by_its_uuid(monkeypatch):
     assert names == ["GPU 7f-1", "GPU 7f-2", "cpu of desk"]
 
 
+@pytest.mark.parametrize("culprit", range(2))
+def test_a_peer_whose_device_does_not_work_is_heard_by_all(culprit):
+    """Nobody waits for what it would have said."""
+
+    def act(carrier):
+        device = "cuda:99" if carrier.rank == culprit else "cpu"
+        with pytest.raises(PlanError, match=f"peer {culprit} cannot say what it has: ") as caught:
+            mh.partition(layers(), torch.randint(20000, (64,)), group=carrier, device=device)
+        return str(caught.value)
+
+    first, second = run_threads(2, act)
+    assert first == second
+
+
 def test_more_peers_than_layers():
     with pytest.raises(PlanError, match=r"4 layers.*5 peers|5 peers.*4 layers"):
         deal(5)
@@ -154,18 +168,20 @@ class Asserting(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "said"),
+    ("model", "inputs", "microbatches", "said"),
     [
-        ([Asserting(), nn.Linear(4, 4)], torch.ones(8, dtype=torch.long), "words are no numbers"),
-        ([nn.Linear(4, 4), nn.Linear(4, 4)], "text", "AttributeError"),
+        ([Asserting(), nn.ReLU()], torch.ones(8, dtype=torch.long), 1, "words are no numbers"),
+        ([nn.Linear(4, 4), nn.Linear(4, 4)], "text", 1, "AttributeError"),
+        ([nn.Linear(4, 4), nn.Linear(4, 4)], torch.ones(8, 4), 0, "^0 microbatches"),
+        ([nn.Linear(4, 4), nn.LazyLinear(4)], torch.ones(8, 4), 1, "weight has no shape before"),
     ],
 )
-def test_whatever_goes_wrong_in_measuring_is_heard_by_all(model, inputs, said):
+def test_whatever_goes_wrong_in_measuring_is_heard_by_all(model, inputs, microbatches, said):
     """Not only by the peer that measures, while the others wait for it."""
 
     def act(carrier):
         with pytest.raises(PlanError, match=said):
-            mh.partition(model, inputs, group=carrier)
+            mh.partition(model, inputs, microbatches=microbatches, group=carrier)
         return True
 
     assert run_threads(2, act) == [True, True]

@@ -63,6 +63,8 @@ DEATHS = {
     "shard": Death("save", 4, "checkpoint.store:write_tensors", after=True),
     "before the index": Death("save", 4, "stages.archive:Archive._together", 1),
     "after the index": Death("save", 4, "stages.archive:Archive._together", 1, after=True),
+    "load": Death("load", 4, "stages.archive:Archive.load"),
+    "loaded": Death("load", 4, "stages.part:Part.restore", after=True),
 }
 # Of a wide stage, the sums of gradients are those before the vote.
 WIDE_DEATHS = {
@@ -108,14 +110,12 @@ def check(answers, uninterrupted):
     assert seen == set(range(len(states)))
 
 
-def killed_and_resumed(
-    zygote, new_url, folder, stages, death, victim, uninterrupted, schedule="1f1b"
-):
+def killed_and_resumed(zygote, new_url, folder, stages, death, victim, uninterrupted, **how):
     saved, mark = str(folder / "saved"), folder / "died"
     with Crew(zygote, 3) as crew:
         crew.call("tests.stages.programs", "enter", new_url(), 3)
-        args = stages, saved, death, victim, str(mark), schedule
-        crew.begin("tests.stages.deaths", "train", *args)
+        args = stages, saved, death, victim, str(mark)
+        crew.begin("tests.stages.deaths", "train", *args, **how)
         assert crew.ended(victim) == -signal.SIGKILL, crew.report()
         died_s = float(mark.read_text())
         answers = crew.finish()
@@ -180,8 +180,30 @@ def test_other_schedules(zygote, at_hub, tmp_path, uninterrupted, schedule, phas
     # Eight of each with two stages a peer, four with one.
     late = DEATHS["backward"]._replace(call=6 if schedule == "interleaved" else 3)
     death = late if phase == "late" else DEATHS[phase]
-    args = stages, death, victim, uninterrupted, schedule
-    killed_and_resumed(zygote, at_hub, tmp_path, *args)
+    args = stages, death, victim, uninterrupted
+    killed_and_resumed(zygote, at_hub, tmp_path, *args, schedule=schedule)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_stages_that_are_computed_anew(zygote, at_hub, tmp_path, uninterrupted, victim):
+    args = NARROW, DEATHS["backward"], victim, uninterrupted
+    killed_and_resumed(zygote, at_hub, tmp_path, *args, recompute=True)
+
+
+@pytest.mark.parametrize(
+    ("death", "victim"),
+    [
+        (DEATHS["forward"], 1),
+        (Death("step", 4, "stages.pipeline:Pipeline.backward"), 2),
+        (DEATHS["backward"], 0),
+        (Death("step", 4, "stages.pipeline:Pipeline.apply"), 1),
+        (DEATHS["in the vote"]._replace(call=2), 2),  # after those of both halves
+    ],
+    ids=["forward", "between", "backward", "before apply", "in the vote"],
+)
+def test_steps_in_halves(zygote, at_hub, tmp_path, uninterrupted, death, victim):
+    args = NARROW, death, victim, uninterrupted
+    killed_and_resumed(zygote, at_hub, tmp_path, *args, halves=True)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +237,25 @@ def test_over_gloo(zygote, tmp_path, uninterrupted, phase, victim):
     with Crew(zygote, 2) as crew:
         crew.call("tests.stages.programs", "enter", f"file://{tmp_path}/second", 2)
         check(crew.call("tests.stages.deaths", "train", FEWER, saved), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("function", "victim"), [("_power", 0), ("_gather", 2), ("profile", 0), ("_power", 1)]
+)
+def test_a_peer_dies_while_a_plan_is_made(zygote, at_hub, tmp_path, function, victim):
+    mark = tmp_path / "died"
+    with Crew(zygote, 3) as crew:
+        crew.call("tests.stages.programs", "enter", at_hub(), 3)
+        args = f"stages.dealing:{function}", victim, str(mark)
+        crew.begin("tests.stages.deaths", "deal", *args)
+        assert crew.ended(victim) == -signal.SIGKILL, crew.report()
+        answers = crew.finish()
+    assert len(answers) == 2
+    for answer in answers.values():
+        assert answer.ok, answer.value
+        assert f"rank {victim} (rank-{victim}" in answer.value["error"], answer.value
+        assert answer.value["hint"].startswith("to begin again with the peers that are left: ")
+        assert answer.value["ended_s"] - float(mark.read_text()) < NOTICED_S
 
 
 def test_killed_long_before_its_lease(zygote, at_any):
@@ -315,7 +356,16 @@ def test_the_command_that_goes_on(tmp_path, uninterrupted, num_peers):
     [
         ({}, "python train.py -n 3"),
         ({"LOCAL_WORLD_SIZE": "3"}, "torchrun --nproc-per-node 2 train.py -n 3"),
-        ({"LOCAL_WORLD_SIZE": "1"}, "python train.py -n 3"),
+        (  # torchrun on several machines: one process alone would be another run
+            {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "3", "MASTER_ADDR": "desk"},
+            "torchrun --nnodes 1:3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint desk "
+            "train.py -n 3",
+        ),
+        (
+            {"LOCAL_WORLD_SIZE": "2"},
+            "torchrun --nnodes 1:3 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST "
+            "train.py -n 3",
+        ),
         (
             {"MANYHANDS_AGAIN": "manyhands run -n 3 --resume train.py -n 3 --min-peers 3"},
             "manyhands run -n 2 --resume train.py -n 3 --min-peers 3",
@@ -325,6 +375,10 @@ def test_the_command_that_goes_on(tmp_path, uninterrupted, num_peers):
         (
             {"MANYHANDS_AGAIN": "manyhands run -n 1 --hub CODE --run r --resume train.py"},
             "manyhands run -n 1 --hub CODE --run r --resume train.py",
+        ),
+        (
+            {"LOCAL_WORLD_SIZE": "3", "MANYHANDS_JOB": "7"},
+            "manyhands submit --gpus 2 -- python train.py -n 3",
         ),
     ],
 )

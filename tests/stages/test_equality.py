@@ -13,14 +13,14 @@ from tests.stages.threads import run_threads
 def test_any_plan_gives_the_run_of_one_process(seed):
     num_peers = 1 + seed % 4
     case = random_case(seed, num_peers, dropout=False)  # threads have one generator
-    models = [case.build() for _ in range(num_peers)]
+    models = [case.model(case.build()) for _ in range(num_peers)]
     results = run_threads(num_peers, lambda carrier: train(case, carrier, models[carrier.rank]))
     for losses, layers in results:
         check(case, losses, layers)
     assert {index for _, layers in results for index in layers} == set(range(len(models[0])))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_processes_give_the_run_of_one(crew_of, world):
     with crew_of(world) as crew:
         crew.call("tests.stages.programs", "equal", range(1000 * world, 1000 * world + 30))
@@ -43,6 +43,7 @@ def test_random_cases_are_of_all_kinds():
         case = random_case(seed, 1 + seed % 4, dropout=False)
         modules, plan = case.build(), case.plan
         tied = len({*map(id, modules)}) < len(modules)
+        kinds |= {("specs", case.as_specs), ("targets", case.targets, len(plan.stages) > 1)}
         if len(plan.peers) > 1:
             wide = any(len(stage.peers) > 1 for stage in plan.stages)
             kinds |= {("exact", case.exact), ("wide", wide), ("tied", tied, wide)}
@@ -52,3 +53,5 @@ def test_random_cases_are_of_all_kinds():
     assert kinds >= {("tied", tied, wide) for tied in (False, True) for wide in (False, True)}
     assert kinds >= {("exact", name, True) for name in ("afab", "1f1b", "interleaved")}
     assert ("exact and tied", True) in kinds
+    assert kinds >= {("specs", True), ("specs", False)}
+    assert kinds >= {("targets", "first", True), ("targets", "last", True)}

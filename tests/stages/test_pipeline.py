@@ -1,6 +1,7 @@
 """What a user calls: steps, halves of steps, evaluation; inputs that cannot be used."""
 
 import gc
+import re
 import threading
 import weakref
 
@@ -291,6 +292,13 @@ def test_a_model_that_is_none():
         ([], "no layers"),
         ([nn.Linear(1, 1), "relu"], "layer 1 is 'relu'"),
         ([(nn.Linear, {"in_features": 1}, (1, 1))], "Linear cannot be built with"),
+        ([(dict, {}, (1, 1))], "dict made a dict"),
+        ([nn.ReLU(), nn.LazyLinear(1)], r"layer 1 \(LazyLinear\): its weight has no shape before"),
+        ([(nn.LazyBatchNorm1d, {}, (1, 1))], "LazyBatchNorm1d: its weight has no shape"),
+        *(
+            ([(nn.ReLU, {}, shape)], f"layer 0 has the input shape {re.escape(repr(shape))}")
+            for shape in (32, None, "32", (1.5, 2), [(1, 2), 3], [(1, 2), "ab"])
+        ),
     ]:
         plan = mh.Plan.of_stages([(max(1, len(model)), [0])])
         with pytest.raises(UsageError, match=said):

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import manyhands as mh
+from manyhands.core.errors import UsageError
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 
@@ -128,3 +129,21 @@ def test_the_picture_has_the_plan_and_the_schedule():
         "0 | 0  (0)  1  (1)|",
         "0.0% of the time is waiting",
     ]
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_layer_without_values_is_named(device):
+    """Only where it would run: a peer needs values of its own layers, and of no others."""
+    with torch.device("meta"):
+        empty = nn.Linear(4, 4)
+    if device is not None:
+        empty = (nn.Linear, {"in_features": 4, "out_features": 4, "device": device}, (8, 4))
+
+    def act(carrier):
+        with pytest.raises(UsageError if carrier.rank == 1 else mh.StepFailed) as caught:
+            mh.Pipeline([nn.Linear(4, 4), empty], mh.Plan.even(2, 2), group=carrier)
+        return str(caught.value)
+
+    for said in run_threads(2, act):
+        assert "layer 1 (Linear): its weight is on the device meta, without values" in said
+        assert "hint: give the layer as (class, kwargs, input shape)" in said

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import manyhands as mh
 from manyhands.core.errors import UsageError
 from manyhands.core.plan import PlanError
+from manyhands.stages.errors import StepFailed
 
 
 def start(layers, extra=None, rows=4):
@@ -107,6 +108,70 @@ def test_a_layer_writes_into_what_was_stashed():
     layers = [nn.Sequential(Keeping(), nn.ReLU(inplace=True)), Taking(["a"])]
     error = start(layers)
     assert "layer 0 (l0) stashes 'a', and a later layer writes into that tensor" in str(error)
+
+
+class Doubling(nn.Module):
+    """Writes into a variable that it takes."""
+
+    def forward(self, x):
+        return x * mh.pop("mask").mul_(2)
+
+
+class Mask(nn.Module):
+    def forward(self, x):
+        mh.stash("mask", (x > 0).to(x.dtype))
+        return x
+
+
+@pytest.mark.parametrize("from_outside", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [(4, [0])],
+        [(2, [0]), (2, [1])],
+        [(2, [0]), (1, [1]), (1, [0])],
+        [(1, [0]), (3, [1])],
+        [(3, [0]), (1, [1])],
+    ],
+    ids=str,
+)
+def test_a_layer_writes_into_what_it_takes(stages, last, from_outside):
+    """Refused by every plan: whoever takes it later sees the change in some plans only."""
+    layers = [nn.Identity() if from_outside else Mask(), linear(), Doubling(), Masked("mask")]
+    if last:
+        layers[2:] = [Masked("mask"), Doubling()]
+    x = torch.randn(4, WIDTH)
+    extra = {"mask": torch.ones(4, WIDTH)} if from_outside else None
+    plan = mh.Plan.of_stages(stages)
+    giver = "the input 'mask' is given" if from_outside else r"layer 0 \(0\) stashes 'mask'"
+
+    def act(carrier):
+        pipe = mh.Pipeline(layers, plan, group=carrier)
+        with pytest.raises(mh.VariableError, match=f"{giver}, and a later layer writes into") as no:
+            pipe.predict(x, extra)
+        return str(no.value)
+
+    assert len(set(run_threads(len(plan.peers), act))) == 1
+
+
+def test_a_layer_writes_into_what_it_takes_on_some_values_only():
+    """Nothing of it is seen in the rehearsal, on zeros."""
+
+    class Sometimes(nn.Module):
+        def forward(self, x):
+            mask = mh.pop("mask")
+            return x * (mask.mul_(2) if x.any() else mask)
+
+    def act(carrier):
+        pipe = mh.Pipeline(
+            [Mask(), linear(), Sometimes()], mh.Plan.of_stages([(2, [0]), (1, [1])]), group=carrier
+        )
+        with pytest.raises(StepFailed, match=r"'mask'.* and a later layer writes into that tensor"):
+            pipe.predict(torch.randn(4, WIDTH))
+        return True
+
+    assert run_threads(2, act) == [True, True]
 
 
 def test_shapes_that_do_not_fit():

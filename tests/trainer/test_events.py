@@ -20,7 +20,9 @@ def hub_url(hub):
 @pytest.mark.parametrize("victim", [0, 2])  # 0 leads
 def test_one_is_killed_and_one_comes_late(zygote, hub_url, tmp_path, victim):
     place = {"what": "forward", "round": ROUNDS + 1, "then": "wait"}
-    with Hands(zygote, hub_url, tells=True, epochs=12, company=3) as hands:
+    # All have samples in the last round: who has none reports before it has something to tell.
+    options = {"tells": True, "epochs": 12, "company": 3, "shares": "equal"}
+    with Hands(zygote, hub_url, **options) as hands:
         for number in range(3):
             points = [place] if number == victim else []
             events = str(tmp_path / f"{number}.jsonl")

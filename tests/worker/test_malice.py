@@ -34,6 +34,7 @@ def tyrant(hands):
         (Recipe("x" * 1_000_000, "Linear", {}), "not in a package"),
         (Recipe("torch.nn", "a." * 100_000 + "b", {}), "not a class"),
         (linear(10**9), "MiB of parameters, and this worker offers 64.0"),
+        (linear(10**6, device="cpu"), "MiB of parameters, and this worker offers 64.0"),
         (linear(10**10), "RuntimeError"),
         (linear(-1), "RuntimeError"),
         (linear(2.5), "cannot be built with"),

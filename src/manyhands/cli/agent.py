@@ -71,6 +71,7 @@ def agent(
         str | None, typer.Option(metavar="NAME", help="Run jobs as this user; for root.")
     ] = None,
     origin: Annotated[Origin, typer.Option(hidden=True)] = Origin.USER,
+    terms: Annotated[str, typer.Option(hidden=True)] = "",
     json_output: Annotated[
         bool, typer.Option("--json", help="Why it left, as JSON on stdout.")
     ] = False,
@@ -104,6 +105,7 @@ def agent(
             address=address or own_address(found),
             user=user,
             origin=origin,
+            terms=terms,
             secrets_=(found.token, found.pack()),
         ).run()
     except StateHeld as error:

@@ -34,13 +34,15 @@ def cancel(
     for id in ids:
         try:
             with connect(coordinator, state) as cluster:
+                was_over = cluster.job(id).is_over
                 job = cluster.cancel(id)
                 done.append(cluster.wait(id) if wait else job)
         except UsageError as error:
             unknown.append(error)
             continue
         if not json_output:
-            print(f"job {id}: {state_of(done[-1])}")
+            more = "; it was over already, and stays as it is" if was_over else ""
+            print(f"job {id}: {state_of(done[-1])}{more}")
     if json_output:
         show(done)
     for error in unknown[1:]:

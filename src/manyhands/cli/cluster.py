@@ -13,7 +13,6 @@ import msgspec
 import typer
 
 from manyhands.cluster.client import Cluster
-from manyhands.cluster.code import PREFIX
 from manyhands.cluster.dial import CoordinatorRefused, CoordinatorUnreachable
 from manyhands.cluster.errors import NoSuchJob
 from manyhands.core.errors import UsageError
@@ -56,20 +55,14 @@ def connect(coordinator: str | None, state: Path | None) -> Generator[Cluster]:
                 raise UsageError(error.message, hint=error.hint) from None
             raise
         except CoordinatorUnreachable as error:
-            hint = f"{error.hint}; " if error.hint else ""
-            raise CoordinatorUnreachable(
-                error.message, hint=f"{hint}`manyhands up` starts a cluster on this machine"
-            ) from None
-
-
-def same_cluster(coordinator: str | None, state: Path | None) -> str:
-    """What a command that is told to the user needs, to speak to this cluster too: ' --state S',
-    or nothing. A code is a secret, and is not told again.
-    """
-    if coordinator:
-        where = "CODE" if coordinator.strip().startswith(PREFIX) else shlex.quote(coordinator)
-        return f" --coordinator {where}"
-    return "" if state is None else f" --state {shlex.quote(str(state))}"
+            if state is not None and where is None:  # then the environment is not looked at
+                name = shlex.quote(str(state))
+                hint = f"is it up? `manyhands up --state {name}` starts it"
+                raise CoordinatorUnreachable(error.message, hint=hint) from None
+            hints = [error.hint] if error.hint else []
+            if "`manyhands up`" not in (error.hint or ""):
+                hints.append("`manyhands up` starts a cluster on this machine")
+            raise CoordinatorUnreachable(error.message, hint="; ".join(hints)) from None
 
 
 def show(value: object) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -23,6 +25,9 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+PATIENCE_S = 5.0
+"""After which a place that has not answered yet is named."""
+
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 File = Annotated[
     str | None,
@@ -70,7 +75,8 @@ def show_data(
     there: dict[str, Any] = {}
     failed = None
     try:
-        there = _there(found)
+        with _patience(found.name):
+            there = _there(found)
     except ManyhandsError as error:
         failed = error
     if json_output:
@@ -94,22 +100,15 @@ def check_data(
     """Open every data set, and report all that is wrong. Exit code 1: something is."""
     found, broken, missing = _found(file)
     lost = [f"{path} is not there" for path in missing]
-    results: list[dict[str, Any]] = [
-        {"name": None, "file": None, "ok": False, "problem": problem}
-        for problem in [*map(str, broken), *lost]
-    ]
-    wanted = set(names or [])
-    results += [_result(one) for one in found if not wanted or one.name in wanted]
-    results += [
-        {"name": name, "file": None, "ok": False, "problem": "there is no such data set"}
-        for name in sorted(wanted - {one.name for one in found})
-    ]
+    results: list[dict[str, Any]] = []
+    for result in _results(found, [*map(str, broken), *lost], set(names or [])):
+        results.append(result)
+        if not json_output:  # at once: the next one may take its time
+            _say("\n".join(_lines(result)))
     bad = sum(not result["ok"] for result in results)
     if json_output:
         print(json.dumps({"problems": bad, "datasets": results}, indent=2))
     else:
-        for result in results:
-            _say("\n".join(_lines(result)))
         print(f"{len(results) - bad} of {len(results)} can be used")
     raise typer.Exit(1 if bad else 0)
 
@@ -180,7 +179,7 @@ def _datasets(project: Project | None) -> Iterator[DataSet]:
 
 def _say(text: str) -> None:
     """Names of files need not be text; what is none is shown as question marks."""
-    print(text.encode(errors="replace").decode())
+    print(text.encode(errors="replace").decode(), flush=True)
 
 
 def _together(errors: list[RegistryError]) -> RegistryError:
@@ -188,16 +187,47 @@ def _together(errors: list[RegistryError]) -> RegistryError:
     return RegistryError(lines[0], [line.strip() for line in lines[1:]], hint=errors[0].hint)
 
 
+def _results(
+    found: list[DataSet], problems: list[str], wanted: set[str]
+) -> Iterator[dict[str, Any]]:
+    for problem in problems:
+        yield {"name": None, "file": None, "ok": False, "problem": problem}
+    for one in found:
+        if not wanted or one.name in wanted:
+            yield _result(one)
+    for name in sorted(wanted - {one.name for one in found}):
+        yield {"name": name, "file": None, "ok": False, "problem": "there is no such data set"}
+
+
 def _result(found: DataSet) -> dict[str, Any]:
     problem = None
     try:
-        _touch(found)
+        with _patience(found.name):
+            touch(found)
     except ManyhandsError as error:
         problem = str(error)
     return {"name": found.name, "file": found.file, "ok": problem is None, "problem": problem}
 
 
-def _touch(found: DataSet) -> None:
+@contextmanager
+def _patience(name: str) -> Generator[None]:
+    """Say what is waited for, if it takes long: file systems behind URLs try for minutes."""
+    told = threading.Timer(PATIENCE_S, lambda: note(f"{name}: no answer yet (Ctrl-C ends it)"))
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
+        told.join()
+
+
+def note(text: str) -> None:
+    """On stderr, beside what was asked for."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def touch(found: DataSet) -> None:
     """Read a little: what is there may still be closed to this user."""
     opened = found.open(cached=False)
     if isinstance(opened, Blob):
@@ -254,9 +284,9 @@ def _kind(found: DataSet) -> str:
 
 
 def _shown(conf: Mapping[str, object]) -> dict[str, object]:
-    """The entry as it may be shown: no secrets, and data that stand in it as their size."""
-    storage = dict(cast("Mapping[str, object]", conf["storage"]))
+    """The entry as it may be shown: without secrets, and without the data that stand in it."""
+    plain = cast("dict[str, Any]", json.loads(json.dumps(conf, default=str)))
+    storage = plain.pop("storage")
     if storage.get("driver") == "TomlDataStorage":
         storage.pop("data", None)
-    plain = json.loads(json.dumps({**conf, "storage": storage}, default=str))
-    return hide(plain)
+    return {**hide(plain, beside=True), "storage": hide(storage)}

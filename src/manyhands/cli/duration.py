@@ -13,8 +13,12 @@ _PLAIN = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 _MOST_S = 10 * 365 * 86400.0
 
 
-def parse_duration(text: str, *, what: str = "a time") -> float:
-    """Seconds. Raises SettingsError, with the ways to write it."""
+def parse_duration(
+    text: str, *, what: str = "a time", zero: bool = False, most_s: float = _MOST_S
+) -> float:
+    """Seconds, at most `most_s`; 0 where `zero` says so. Raises SettingsError, with the ways to
+    write it.
+    """
     plain = text.strip().lower()
     if _PLAIN.fullmatch(plain):
         seconds = float(plain)
@@ -28,8 +32,12 @@ def parse_duration(text: str, *, what: str = "a time") -> float:
         seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
     else:
         raise _wrong(text, what)
-    if not 0 < seconds <= _MOST_S:
-        raise SettingsError(f"{what} of {text[:40]} is not between 0 and ten years", hint=_hint())
+    if seconds > most_s or (seconds == 0 and not zero):
+        least = "from 0" if zero else "more than 0"
+        raise SettingsError(
+            f"{what} is {text[:40]}; it has to be {least}, and at most {show_duration(most_s)}",
+            hint=_hint(),
+        )
     return seconds
 
 

@@ -44,6 +44,13 @@ def hub(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="No TLS, no token: loopback only.")
     ] = False,
+    door: Annotated[
+        bool,
+        typer.Option(
+            "--door/--no-door",
+            help="Peers of this machine come in by a Unix socket, or by TCP as all others.",
+        ),
+    ] = True,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
 ) -> None:
     """Run a hub: the meeting point that all peers of a run dial.
@@ -57,7 +64,9 @@ def hub(
     ends = (signal.SIGINT, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     runs = frozenset(run) if run else None
-    with Hub(bind, advertise=advertise, state=state, insecure=insecure, runs=runs) as running:
+    with Hub(
+        bind, advertise=advertise, state=state, insecure=insecure, door=door, runs=runs
+    ) as running:
         _announce(running, state, json_output, guessed=advertise is None)
         signal.sigwait(ends)
     if not json_output:

@@ -34,5 +34,7 @@ def jobs(
         show(found)
     elif found:
         print("\n".join(job_rows(found, time.time())))
+    elif state_wanted is not None:
+        print(f"no job is {state_wanted}; manyhands jobs, without --in, lists all")
     else:
         print("no jobs; manyhands submit -- python train.py makes one")

@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from manyhands.cli.cluster import Coordinator, JobId, StateFolder, connect, say
-from manyhands.cli.follow import Follower, to
 from manyhands.cli.listing import failure_lines
+from manyhands.cluster.follow import Follower, to
+from manyhands.cluster.job import State
+from manyhands.core.text import printable
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -36,7 +38,8 @@ def logs(
 ) -> None:
     """Show what one rank of a job wrote, to stdout and stderr together.
 
-    If the job has failed, the first failing rank's error comes first, on stderr.
+    If the job has failed, the first failing rank's error comes first, on stderr; if it fails while
+    it is followed, last.
     """
     with connect(coordinator, state) as cluster:
         job = cluster.job(id)
@@ -48,13 +51,19 @@ def logs(
         shown = 0 if rank is None else rank
         printer = _JsonLines(shown) if json_output else None
         write = to(sys.stdout.buffer) if printer is None else printer.feed
+        over = job
         if follow:
-            Follower(cluster, id, rank=shown, write=write).run(first=attempt, last=attempt)
+            follower = Follower(cluster, id, rank=shown, write=write, say=say)
+            over = follower.run(first=attempt, last=attempt)
         else:
             for piece in cluster.logs(id, rank=shown, attempt=attempt):
                 write(piece)
         if printer is not None:
             printer.finish()
+        if over.is_over and not job.is_over and over.state is not State.SUCCEEDED:
+            if over.failure is not None:
+                say("\n".join(failure_lines(over.failure)))
+            say(f"job {over.id}: {over.state}; {printable(over.reason)}")
 
 
 class _JsonLines:

@@ -18,6 +18,9 @@ ROUND = "--no-check, if it is there on the hosts"
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
 _LAUNCHERS = frozenset({"torchrun", "torchrun.exe", "mpirun", "mpiexec", "accelerate"})
+_LAUNCHING_MODULES = frozenset(
+    {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
+)
 
 
 def check_command(command: Sequence[str], workdir: Path, path: str) -> None:
@@ -30,28 +33,45 @@ def check_command(command: Sequence[str], workdir: Path, path: str) -> None:
         raise SettingsError(f"there is no folder {workdir}", hint=f"--workdir DIR; or {ROUND}")
     program = command[0]
     _check_program(program, workdir, path)
-    if PurePath(program).name in _LAUNCHERS:
+    is_python = _PYTHON.fullmatch(PurePath(program).name) is not None
+    module = module_of(command[1:]) if is_python else None
+    if PurePath(program).name in _LAUNCHERS or module in _LAUNCHING_MODULES:
         raise SettingsError(
-            f"{program} starts processes, and so does the cluster: one for each of --gpus",
+            f"{module or program} starts processes, and so does the cluster: one for each of "
+            "--gpus",
             hint="leave it out (-- python train.py): torchrun's variables are set; "
             "or --no-check, if you mean it",
         )
-    if _PYTHON.fullmatch(PurePath(program).name) and (file := script_of(command[1:])) is not None:
+    if is_python and (file := script_of(command[1:])) is not None:
         _check_script(file, workdir)
 
 
 def script_of(arguments: Sequence[str]) -> str | None:
     """The file that Python would run with these arguments; None for a module, code or none."""
+    found = _what_runs(arguments)
+    return found[0] if found and not found[0].startswith("-") else None
+
+
+def module_of(arguments: Sequence[str]) -> str | None:
+    """The module that Python would run with these arguments, by -m; None for anything else."""
+    found = _what_runs(arguments)
+    if not found or not (option := re.match(r"-[a-zA-Z]*?[mc]", found[0])):
+        return None
+    joined = found[0][option.end() :]  # -mNAME, as one word
+    return (joined or (found[1] if len(found) > 1 else None)) if option[0][-1] == "m" else None
+
+
+def _what_runs(arguments: Sequence[str]) -> Sequence[str]:
+    """From the script, the -m, the -c or the - on: what comes before are options of Python."""
     left = list(arguments)
     while left:
-        word = left.pop(0)
-        if word in _WITH_VALUE:
+        if left[0] in _WITH_VALUE:
             left = left[1:]
-        elif word == "-" or re.match(r"-[a-zA-Z]*[mc]", word):  # stdin, a module, code: -um, -c
-            return None
-        elif not word.startswith("-"):
-            return word
-    return None
+        # stdin, a module, code: -um, -c
+        elif left[0] == "-" or not left[0].startswith("-") or re.match(r"-[a-zA-Z]*[mc]", left[0]):
+            return left
+        left = left[1:]
+    return left
 
 
 def _check_program(program: str, workdir: Path, path: str) -> None:

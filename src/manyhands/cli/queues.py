@@ -94,7 +94,7 @@ def list_queues(names: Queues, url: Url, json_output: AsJson = False) -> None:
         raise Refused(
             "missing",
             f"not there: {', '.join(missing)}",
-            hint=shlex.join(["manyhands", "queues", "setup", *missing]),
+            hint=f"{shlex.join(['manyhands', 'queues', 'setup', *missing])} --url URL",
         )
 
 

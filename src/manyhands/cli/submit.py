@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, same_cluster, say, show
+from manyhands.cli.cluster import AsJson, Coordinator, StateFolder, connect, say, show
 from manyhands.cli.duration import parse_duration
-from manyhands.cli.follow import Follower, to
 from manyhands.cli.listing import failure_lines
 from manyhands.cli.program import check_command, script_of
+from manyhands.cluster.follow import Follower, goes_on, same_cluster, to
 from manyhands.cluster.job import Priority, Spec
+from manyhands.cluster.submission import MAX_GRACE_S
 from manyhands.core.errors import SettingsError
 from manyhands.core.text import printable
 
@@ -46,7 +47,9 @@ def submit(
     ] = 1,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, metavar="B", help="The global batch, for MANYHANDS_BATCH."),
+        typer.Option(
+            min=1, metavar="B", help="The global batch: MANYHANDS_BATCH, for COMMAND to read."
+        ),
     ] = None,
     priority: Annotated[
         Priority, typer.Option(help="Higher ones go first, and preempt lower ones.")
@@ -70,8 +73,8 @@ def submit(
         typer.Option(metavar="DIR", help="Where it runs, on every host. (default: this folder)"),
     ] = None,
     key: Annotated[
-        str, typer.Option(metavar="KEY", help="Submitted twice with one key, it is one job.")
-    ] = "",
+        str | None, typer.Option(metavar="KEY", help="Submitted twice with one key, it is one job.")
+    ] = None,
     wait: Annotated[
         bool,
         typer.Option("--wait", help="Show rank 0's output, and exit as the job does."),
@@ -90,9 +93,12 @@ def submit(
     COMMAND. It is looked for here first, so that a slip of the hand is told at once.
 
     Exit code: 0 submitted; with --wait, that of the job: 0, its first failing rank's, 124 for a
-    time limit, 143 if it was cancelled. Ctrl-C in --wait leaves the job as it is. 1 for an error
-    of manyhands, 2 for something you typed.
+    time limit, 143 if it was cancelled, 1 if a host was lost once more than --max-restarts. Ctrl-C
+    in --wait leaves the job as it is. 1 for an error of manyhands, 2 for something you typed.
     """
+    if key is not None and not key.strip():
+        # A script that tries again with a variable that is not set would submit a job each time.
+        raise SettingsError("--key is empty", hint="is its variable set? Or leave --key out")
     folder = Path.cwd() if workdir is None else Path(workdir).expanduser().absolute()
     if not no_check:
         check_command(command, folder, search_path(os.environ))
@@ -104,13 +110,13 @@ def submit(
         priority=priority,
         max_restarts=max_restarts,
         time_s=None if time_limit is None else parse_duration(time_limit, what="--time"),
-        grace_s=parse_duration(grace, what="--grace"),
+        grace_s=parse_duration(grace, what="--grace", zero=True, most_s=MAX_GRACE_S),
         env=variables(env or ()),
         workdir=str(folder),
     )
     more = same_cluster(coordinator, state)
     with connect(coordinator, state) as cluster:
-        job = cluster.submit(key=key, **msgspec.structs.asdict(spec))
+        job = cluster.submit(key=key or "", **msgspec.structs.asdict(spec))
         if not wait:
             tell(job, json_output=json_output, more=more)
             return
@@ -161,14 +167,11 @@ def await_end(cluster: Cluster, job: Job, *, json_output: bool, more: str) -> in
     """Show the output of rank 0 until the job is over; its exit code."""
     say(f"job {job.id} ({job.spec.name}) is submitted; Ctrl-C leaves it as it is")
     stream = (sys.stderr if json_output else sys.stdout).buffer
-    follower = Follower(cluster, job.id, rank=0, write=to(stream))
+    follower = Follower(cluster, job.id, rank=0, write=to(stream), say=say)
     try:
         over = follower.run(first=0)
     except KeyboardInterrupt:
-        say(
-            f"\njob {job.id} goes on; its output: manyhands logs{more} {job.id} -f\n"
-            f"to end it: manyhands cancel{more} {job.id}"
-        )
+        say(goes_on(job.id, more))
         raise
     if over.failure is not None:
         say("\n".join(failure_lines(over.failure)))

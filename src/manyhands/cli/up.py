@@ -39,8 +39,8 @@ def up(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Hosts, one a line: ADDRESS,GPU or HOST [slots=N]. Those that are not this "
-            "machine are reached by ssh. (default: this machine alone)",
+            help="Hosts, one a line: ADDRESS,GPU or HOST or HOST slots=N. Those that are not "
+            "this machine are reached by ssh. (default: this machine alone)",
         ),
     ] = None,
     logdir: Annotated[
@@ -145,6 +145,7 @@ def announce(up: Up, ready: Ready, json_output: bool) -> None:
         said = {
             "url": up.url,
             "code": up.join_code,
+            "hub": up.hub_at,
             "state": str(settings.state),
             "logdir": str(settings.logdir),
             "hosts": {node.name: len(node.slots) for node in ready.nodes},
@@ -157,8 +158,13 @@ def announce(up: Up, ready: Ready, json_output: bool) -> None:
     )
     where = " (this machine only; for others: --bind 0.0.0.0)" if settings.is_local else ""
     print(f"coordinator  {up.url}{where}")
+    print(f"hub          {up.hub_at} (where ranks meet)")
     for node in ready.nodes:
         print(f"host         {node.name}: {slots_of(node.slots)}")
+    for trouble in ready.missing:
+        print(f"host         {trouble.host}: has not come, and is tried again")
+    if not any(node.slots for node in ready.nodes):
+        print("host         none yet: jobs wait until one comes, with the join code")
     print(f"logs         {settings.logdir}")
     print(f"state        {settings.state}\n")
     print(f"join code, for manyhands agent (a secret):\n\n    {up.join_code}\n")

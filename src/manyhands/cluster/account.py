@@ -32,7 +32,10 @@ def account_of(name: str | None) -> Account | None:
     try:
         entry = pwd.getpwnam(name)
     except KeyError:
-        raise UsageError(f"there is no user {name!r} on this host") from None
+        raise UsageError(
+            f"there is no user {name!r} on this host",
+            hint="--user NAME: one for whom `id NAME` has an answer; or leave it out",
+        ) from None
     if entry.pw_uid == os.geteuid():
         return None
     if os.geteuid() != 0:

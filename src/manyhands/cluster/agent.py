@@ -17,7 +17,6 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -35,6 +34,7 @@ from manyhands.cluster.attempt import (
 from manyhands.cluster.comparison import Deed, Verb, compare
 from manyhands.cluster.environment import marks_of, of_user, rank_environments, scrubbed
 from manyhands.cluster.lease import Lease
+from manyhands.cluster.leaving import Leaving
 from manyhands.cluster.ledger import AlreadyBegun, Key, Ledger
 from manyhands.cluster.line import (
     Broken,
@@ -51,7 +51,7 @@ from manyhands.cluster.messages import Hello, Origin, Phase, Slot, Status, Want,
 from manyhands.cluster.office import Office
 from manyhands.cluster.processes import Strays, end_marked, marked
 from manyhands.cluster.rest import Rest
-from manyhands.cluster.uploads import LogSettled, Uploads
+from manyhands.cluster.uploads import Flooded, LogSettled, Uploads
 from manyhands.cluster.wake import Wake
 
 log = logging.getLogger(__name__)
@@ -63,19 +63,6 @@ LOGS_S = 10.0
 whoever hears that a job is over finds all that it wrote."""
 FIRST_WELCOME_S = 60.0
 """For an agent that `up` started: by then `up` has answered, or is dead."""
-
-
-@dataclass(slots=True)
-class Leaving:
-    """The agent is to go: why, and from when on it waits for nobody."""
-
-    why: str
-    patient: bool = True
-    until_s: float | None = None
-    number: int | None = None
-    """Of the Status that has to arrive first; 0 once it has."""
-    error: Exception | None = None
-    """Raised in the end, where that is not as it should be."""
 
 
 class Agent:
@@ -97,6 +84,7 @@ class Agent:
         address: str = "127.0.0.1",
         user: str | None = None,
         origin: Origin = Origin.USER,
+        terms: str = "",
         secrets_: Sequence[str] = (),
     ) -> None:
         self._office, self._host, self._slots = office, host, tuple(slots)
@@ -110,11 +98,11 @@ class Agent:
             slots=self._slots,
             pid=os.getpid(),
             origin=origin,
+            terms=terms,
         )
-        base = scrubbed(os.environ, secrets_)
+        self._base = scrubbed(os.environ, secrets_)
         if self._account is not None:
-            base = of_user(base, self._account.name, self._account.home)
-        self._base = base
+            self._base = of_user(self._base, self._account.name, self._account.home)
         self._lease = Lease()
         self._attempts: dict[Key, Attempt] = {}
         self._wants = Wants(version=0)
@@ -139,7 +127,7 @@ class Agent:
         keeper.hide_memory()
         keeper.adopt_orphans()
         self._strays = Strays()
-        with self._ledger, Wake[Event | LogSettled]() as self._wake:
+        with self._ledger, Wake[Event | Flooded | LogSettled]() as self._wake:
             if self._account is not None:
                 check_way(self._account, self._ledger.state / "work")
             self._hello = msgspec.structs.replace(self._hello, folder=self._ledger.id)
@@ -186,8 +174,7 @@ class Agent:
                     raise self._leaving.error
                 return self._leaving.why
             self._line.turned()
-            until_s = self._next_s(first_s)
-            ready, events = self._wake.wait(until_s)
+            ready, events = self._wake.wait(self._next_s(first_s))
             self._keep_lease()  # before anything that is said or heard after a long sleep
             self._heed_signals()
             for attempt in ready:
@@ -265,7 +252,7 @@ class Agent:
 
     # What comes in
 
-    def _take(self, event: Event | LogSettled) -> None:
+    def _take(self, event: Event | Flooded | LogSettled) -> None:
         match event:
             case Welcomed(session, welcome) if session > self._void_session:
                 if welcome.cluster != self._cluster:
@@ -280,7 +267,7 @@ class Agent:
                 if session == self._heard_session:
                     self._session, self._wants = session, wants
                     if wants.leave and self._origin is Origin.UP and self._leaving is None:
-                        self._leave("the cluster goes down", patient=True)
+                        self._leave("the coordinator told it to leave", patient=True)
             case Reported(number):
                 if self._leaving is not None and number >= (self._leaving.number or sys.maxsize):
                     self._leaving.number = 0
@@ -294,6 +281,10 @@ class Agent:
                     self._leave(error.message, patient=False, error=error)
                 else:
                     self._leaving.until_s = self._lease.now_s()  # nobody hears a farewell
+            case Flooded(key, rank, why):
+                if key in self._attempts:
+                    log.warning("%s: %s", key, why)
+                    self._attempts[key].fail(rank, why, self._lease.now_s())
             case LogSettled(key):
                 if key in self._attempts:
                     self._attempts[key].log_settled = True
@@ -471,11 +462,11 @@ class Agent:
 
     def _order(self, attempt: Attempt, want: Want, until_s: float) -> keeper.Order:
         account, marks = self._account, marks_of(attempt.key, self._host)
-        owner = None if account is None else account.owner
+        owner, lease_s = None if account is None else account.owner, self._lease.length_s or 0.0
         workdir = want.task.spec.workdir or str(self._ledger.work_folder(attempt.key, owner))
         return order_of(
             want,
-            rank_environments(self._base, sys.executable, marks, want, self._slots),
+            rank_environments(self._base, sys.executable, marks, want, self._slots, lease_s),
             self._slots,
             folder=attempt.folder,
             workdir=workdir,

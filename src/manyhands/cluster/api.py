@@ -216,7 +216,7 @@ class Api:
         def look() -> tuple[bytes, bool]:
             # The job first: bytes that come after it is over are none.
             job = self._desk.job(name.job)
-            _check(job, name, next_too=True)
+            _check(job, name, next_too=not job.is_over)
             data = self._logs.read(name, query.offset, query.limit)
             return data, is_written(job, attempt) and len(data) < query.limit
 
@@ -338,7 +338,9 @@ def is_written(job: Job, attempt: int) -> bool:
 
 
 def _check(job: Job, name: LogName, *, next_too: bool) -> None:
-    """Followers may ask for the attempt after the present one, which may be about to begin."""
+    """Followers may ask for the attempt after the present one, which may be about to begin; of a
+    job that is over, none is.
+    """
     if name.rank >= job.spec.gpus:
         raise HttpError(
             404, "no-such-rank", f"job {job.id} has ranks 0 to {job.spec.gpus - 1}, not {name.rank}"
@@ -346,7 +348,7 @@ def _check(job: Job, name: LogName, *, next_too: bool) -> None:
     if name.attempt > job.attempt + next_too:
         raise HttpError(
             404,
-            "no-such-attempt",
+            ask.NO_SUCH_ATTEMPT,
             f"job {job.id} has attempts 0 to {job.attempt}, not {name.attempt}",
         )
 

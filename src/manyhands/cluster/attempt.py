@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
@@ -18,12 +19,14 @@ from manyhands.cluster import keeper
 from manyhands.cluster.comparison import Held
 from manyhands.cluster.devices import cores_of
 from manyhands.cluster.job import Failure
-from manyhands.cluster.ledger import Key, Record, decoded_record, read_record
+from manyhands.cluster.ledger import End, Key, Record, decoded_record, read_record
 from manyhands.cluster.messages import Holding, Phase, RankEnd, Slot, Want
 from manyhands.cluster.words import words_of
 
 KEEPER_PATIENCE_S = 10.0
 """For a keeper to be gone after everything under it was to be killed."""
+FLOODED = 128 + signal.SIGXFSZ
+"""The exit code of a rank whose log took the room that is not its to take."""
 AGENT_STOPPED = "the agent was stopped"
 AGENT_KILLED = "the agent was killed"
 KEEPER_KILLED = "the keeper was killed"
@@ -150,6 +153,16 @@ class Attempt:
             overdue_s = now_s + grace_s + (patience_s or KEEPER_PATIENCE_S)
             self.overdue_s = min(self.overdue_s or overdue_s, overdue_s)
 
+    def fail(self, rank: int, words: str, now_s: float) -> None:
+        """This rank did what none may, and all are ended for it, at once."""
+        if self.phase is not Phase.RUNNING:
+            return
+        if self._record.failed is None:
+            self._words = words
+            failed = End(rank=rank, exit_code=FLOODED, at_s=time.time())
+            self._record = msgspec.structs.replace(self._record, failed=failed)
+        self.stop(0, now_s)  # also one that has failed before, and has its grace: it is to end
+
     def renew(self, until_s: float) -> None:
         """The lease is another now."""
         if self.phase is Phase.RUNNING:
@@ -259,7 +272,8 @@ class Attempt:
         """What is known already stays: a record may be a part, or one from before."""
         known = {end.rank for end in self._record.ends}
         new = tuple(end for end in record.ends if end.rank not in known)
-        self._record = msgspec.structs.replace(record, ends=self._record.ends + new)
+        failed = self._record.failed or record.failed
+        self._record = msgspec.structs.replace(record, ends=self._record.ends + new, failed=failed)
         if record.failed is not None and self._words is None:
             self._words = words_of(self.folder / f"rank-{record.failed.rank}.log")
 
@@ -312,8 +326,14 @@ def order_of(
     """What the keeper is to run. `slots` are all of the host's."""
     by_index = {slot.index: slot for slot in slots}
     cores = {rank: cores_of(by_index[index]) for rank, index in want.task.ranks}
+    command = list(want.task.spec.command)
+    beside = os.path.join(os.path.dirname(sys.executable), command[0])
+    is_ours = "/" not in command[0] and "PATH" not in want.task.spec.env
+    if user is not None and is_ours and os.access(beside, os.X_OK):
+        # It is meant, also if it is closed to the user: exec would take the next Python there is.
+        command[0] = beside
     return keeper.Order(
-        command=list(want.task.spec.command),
+        command=command,
         workdir=workdir,
         ranks=[
             keeper.Rank(

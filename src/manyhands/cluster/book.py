@@ -41,8 +41,6 @@ from manyhands.cluster.schedule import Host as Offer
 from manyhands.cluster.submission import checked, checked_key
 from manyhands.cluster.task import Hub, no_hub, want_of
 
-FORGET_S = 3600.0
-"""A host that has been silent for so long is not one of the cluster's any more."""
 MAX_HOSTS = 10_000
 
 Decide = Callable[[float, Sequence[Offer], Sequence[Entry]], Decisions]
@@ -63,6 +61,7 @@ class Book:
         next_id: int = 1,
         version: int = 0,
         hub: Hub = no_hub,
+        terms: Mapping[str, str] | None = None,
     ) -> None:
         self.decide = decide
         self.lease_s = lease_s
@@ -76,11 +75,11 @@ class Book:
         self._asked_s = now_s
         self._promised_s = math.inf
         self._again_s = math.inf
-        self._hub = hub
+        self._hub, self._terms = hub, terms
         self._version = version
         self._jobs = Jobs(jobs, next_id)
         self._hosts = {
-            row.hello.host: Host(row.hello, now_s, row.lease_s, inherited=set(row.inherited))
+            row.hello.host: Host(row.hello, now_s, row.lease_s, terms, inherited=set(row.inherited))
             for row in hosts
         }
         self._stirred: set[str] = set(self._hosts)
@@ -99,8 +98,8 @@ class Book:
         return self._jobs.placed
 
     def job(self, id: int) -> Job | None:
-        """A job that is not over, with why it waits; None if it is over, or never was."""
-        job = self._jobs.live.get(id)
+        """A job that is not over, and why it waits, or whose end is yet to be stored; else None."""
+        job = self._jobs.live.get(id) or self._jobs.changed.get(id)
         if job is None or job.state is not State.PENDING or job.id not in self.waits:
             return job
         return msgspec.structs.replace(job, reason=self.waits[job.id])
@@ -108,7 +107,7 @@ class Book:
     def nodes(self) -> Sequence[Node]:
         """All hosts, by name."""
         return [
-            host.node(self._busy(name), leaving=self.is_leaving)
+            host.node(self._jobs.busy(name), leaving=self.is_leaving)
             for name, host in sorted(self._hosts.items())
         ]
 
@@ -119,11 +118,8 @@ class Book:
 
     def next_due_s(self) -> float | None:
         """When there is something to do, if nothing happens before."""
-        due = [
-            self._until_s(host) if host.silent_since_s is None else host.silent_since_s + FORGET_S
-            for name, host in self._hosts.items()
-            if host.silent_since_s is None or not self._jobs.on(name)
-        ]
+        due = [self._until_s(host) for host in self._hosts.values() if host.silent_since_s is None]
+        due += [at_s for name in self._hosts if (at_s := self._forget_s(name)) < math.inf]
         due += [
             job.started_s + job.spec.time_s
             for job in self.placed
@@ -148,7 +144,7 @@ class Book:
         if checked_key(key) and (known := self._jobs.by_key(key) or known) is not None:
             if known.spec != spec:
                 raise KeyTaken(key, known.id)
-            return known, False
+            return self._jobs.changed.get(known.id, known), False
         check_slots(spec.gpus, self._hosts)
         self._jobs.check_room(spec)
         job = Job(id=self._jobs.next_id, spec=spec, key=key, reason="submitted", submitted_s=now_s)
@@ -156,13 +152,13 @@ class Book:
         return self._put(job, now_s), True
 
     def cancel(self, id: int, now_s: float) -> Job:
-        """End it; what has ended first stays as it ended. Raises NoSuchJob if it is over."""
-        job = self._jobs.live.get(id)
+        """End it; what has ended first stays as it ended. Raises NoSuchJob if that is stored."""
+        job = self._jobs.live.get(id) or self._jobs.changed.get(id)
         if job is None:
             raise NoSuchJob(id)
         if job.state is State.PENDING:
             return self._close(job, State.CANCELLED, "cancelled while it waited", now_s)
-        if job.ending is None or job.ending.into is not State.CANCELLED:
+        if not job.is_over and (job.ending is None or job.ending.into is not State.CANCELLED):
             self._end(job, State.CANCELLED, "cancelled", now_s)
             self._settle(id, now_s)
         return self._jobs.changed.get(id, job)
@@ -194,10 +190,12 @@ class Book:
                 old.hello, old.lease_s = hello, max(old.lease_s, self.lease_s)
             self._hear(old, now_s)
         else:
+            host = Host(hello, now_s, self.lease_s, self._terms)
+            host.check_terms()
             if old is not None and not self._is_left(old, hello, now_s):
                 raise HostTaken(name)
             self._remember(name)
-            self._hosts[name] = host = Host(hello, now_s, self.lease_s)
+            self._hosts[name] = host
             if old is not None:
                 # It has ended what an agent before it left; of some it may still know how.
                 host.fresh = set(old.fresh)
@@ -214,7 +212,7 @@ class Book:
         self._hear(host, now_s)
         was_usable, ports, wanted = host.is_usable, host.ports(), self._wanted(name)
         changed = host.take(status, wanted)
-        self.is_stale = self.is_stale or host.is_usable != was_usable
+        self.is_stale = self.is_stale or host.is_usable != was_usable or host.has_left
         has_new_port = host.ports() != ports
         for key in changed:  # most say what was said before: a gang's hosts are many
             job = wanted[key]
@@ -243,6 +241,7 @@ class Book:
         host = self._hosts.get(name)
         if host is not None and host.hello.agent == agent:
             host.has_hung_up = True
+            self.is_stale = self.is_stale or host.has_left
 
     def wants(self, name: str, agent: str) -> Wants:
         """What this agent is to hold, without telling it. Raises NotAHost."""
@@ -250,7 +249,7 @@ class Book:
 
     def tell(self, name: str, seen: int | None = None) -> Wants:
         """What the agent is to hold; from now on it may act on it."""
-        return self._hosts[name].tell(self.is_leaving, seen)
+        return self._hosts[name].tell(seen)
 
     def refresh(self) -> Collection[str]:
         """Work out what is wanted of the hosts that something changed for, when that is stored.
@@ -271,11 +270,11 @@ class Book:
     def watch(self, now_s: float) -> None:
         """Find who has been silent for too long, and what has run for too long."""
         for name, host in list(self._hosts.items()):
-            if host.silent_since_s is None and now_s >= self._until_s(host):
+            if now_s >= self._forget_s(name):
+                self._forget(name)
+            elif host.silent_since_s is None and now_s >= self._until_s(host):
                 host.fall_silent(now_s)
                 self.is_stale = True
-            elif host.silent_since_s is not None and now_s >= host.silent_since_s + FORGET_S:
-                self._forget(name)
         for due_s, name, why in self._overdue():
             if now_s >= due_s and not self._hosts[name].evicted:
                 self._hosts[name].evict(why)
@@ -283,6 +282,9 @@ class Book:
         for job in self.placed:
             if self.is_leaving and job.ending is None:
                 self._end(job, State.PREEMPTED, "the cluster was taken down", now_s)
+            elif job.ending is None and (name := self._outdated(job)):
+                why = f"host {name} is to be another: `up` was started with other options"
+                self._end(job, State.PREEMPTED, why, now_s)
             self._settle(job.id, now_s)
 
     def ask(self, now_s: float) -> tuple[Sequence[Offer], Sequence[Entry]]:
@@ -291,7 +293,7 @@ class Book:
         asked = question(
             {} if self.is_leaving else self._hosts,
             self.live,
-            self._busy,
+            self._jobs.busy,
             now_s=now_s,
             patience_s=self.lease_s + self.margin_s,
         )
@@ -312,7 +314,7 @@ class Book:
             job = self._jobs.live.get(id)
             if job is None or job.state is not State.PENDING:
                 continue
-            if is_free(job, places, self._hosts, self._busy):
+            if is_free(job, places, self._hosts, self._jobs.busy):
                 self._place(job, places, now_s)
         self.waits = dict(decisions.waits)
         self._promised_s = math.inf if decisions.promise is None else decisions.promise.by_s
@@ -431,8 +433,7 @@ class Book:
         job = self._put(moved(job, ending.into, ending.reason, **out, **count), now_s)
         most = job.spec.max_restarts
         if ending.into is State.NODE_FAIL and job.node_failures > most:
-            why = f"{ending.reason}; it may begin again {most} times, and has"
-            self._close(job, State.FAILED, why, now_s)
+            self._close(job, State.FAILED, part.worn_out(ending.reason, most), now_s)
         else:
             self._put(moved(job, State.PENDING, f"to run again: {ending.reason}"), now_s)
 
@@ -456,6 +457,10 @@ class Book:
         """Until when its agent may have processes, if it is not heard again."""
         return host.heard_s + max(host.lease_s, self.lease_s) + self.margin_s
 
+    def _forget_s(self, name: str) -> float:
+        host = self._hosts[name]
+        return math.inf if self._jobs.on(name) else host.forget_s(self._until_s(host))
+
     def _overdue(self) -> Iterator[tuple[float, str, str]]:
         """When a host is late, which, and with what: see part.overdue."""
         lease_s = self.lease_s + self.margin_s
@@ -464,26 +469,16 @@ class Book:
                 yield from part.overdue(job, self._parts(job), self._hosts, lease_s)
 
     def _is_left(self, host: Host, hello: Hello, now_s: float) -> bool:
-        """Whether nothing of what its agent was given runs any more, now that this one comes.
+        has_left = host.has_left and not self._jobs.on(host.name)
+        return now_s >= self._until_s(host) or has_left or host.is_left_to(hello)
 
-        One of the same folder has ended all of it. Another may be on another machine that has the
-        same name.
-        """
-        is_same_folder = hello.folder != "" and hello.folder == host.hello.folder
-        is_gone = host.is_broken or host.evicted != ""
-        return now_s >= self._until_s(host) or (is_gone and is_same_folder)
+    def _outdated(self, job: Job) -> str:
+        """A host of it whose agent is to leave, if there is one."""
+        hosts = [self._hosts.get(place.host) for place in job.places]
+        return next((host.name for host in hosts if host is not None and host.is_outdated), "")
 
     def _parts(self, job: Job) -> Sequence[part.Part]:
         return [part.part_of(job, place, self._hosts.get(place.host)) for place in job.places]
-
-    def _busy(self, name: str) -> dict[int, int]:
-        return {
-            slot: job.id
-            for job in self._jobs.on(name)
-            for place in job.places
-            if place.host == name
-            for slot in place.slots
-        }
 
     def _wanted(self, name: str) -> dict[Key, Job]:
         return {(job.id, job.attempt): job for job in self._jobs.on(name)}
@@ -497,4 +492,7 @@ class Book:
             if not host.never(key, job)
         ]
         self._version += 1
-        return host.want(tuple(wants), leave=self.is_leaving, version=self._version)
+        # Before it is stored that its jobs are to end, an end of theirs would be their own.
+        is_free = all(job.ending is not None for job in wanted.values())
+        leave = is_free and (self.is_leaving or host.is_outdated)
+        return host.want(tuple(wants), leave=leave, version=self._version)

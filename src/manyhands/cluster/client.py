@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from manyhands.cluster.desk import Info, LogPlace, Submission
+from manyhands.cluster.desk import NO_SUCH_ATTEMPT, Info, LogPlace, Submission
 from manyhands.cluster.dial import (
     ANSWER_S,
     CoordinatorRefused,
@@ -164,7 +164,13 @@ class Cluster:
             wait_s = POLL_S if follow else 0.0
             query = {"rank": rank, "attempt": current, "offset": offset, "wait_s": wait_s}
             path = f"/v1/jobs/{_id(id)}/logs?{urlencode(query)}"
-            reply = self._ask("GET", path, job=id, wait_s=wait_s)
+            try:
+                reply = self._ask("GET", path, job=id, wait_s=wait_s)
+            except CoordinatorRefused as error:
+                # It was to begin again, and was ended before it did.
+                if attempt is None and error.code == NO_SUCH_ATTEMPT:
+                    return
+                raise
             if reply.body:
                 yield reply.body
             offset += len(reply.body)

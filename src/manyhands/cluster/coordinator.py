@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
@@ -76,6 +76,7 @@ class Coordinator:
     `hub` gives the join code and the name of the run for an attempt. `check` may refuse a
     submission by raising a UsageError. `margin_s` is what an agent has, when its lease is over, to
     be rid of its processes: their slots are given to others after `lease_s + margin_s` of silence.
+    `terms`: an agent of `up` with others is told to leave, and its jobs begin again.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Coordinator:
         hub: Hub = no_hub,
         check: Callable[[Spec], None] = nothing_more,
         decide: Decide = schedule.decide,
+        terms: Mapping[str, str] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._store = store
@@ -116,6 +118,7 @@ class Coordinator:
             next_id=next_id,
             version=store.generation * _VERSIONS,
             hub=hub,
+            terms=terms,
         )
         self._book.refresh()
         self._ticker = threading.Thread(target=self._run, name="coordinator's ticker")
@@ -289,6 +292,7 @@ class Coordinator:
             wants = self._book.tell(host, seen)
             if wants.leave:
                 self._news.notify_all()  # who waits for all to leave
+                self._due.notify_all()
             return wants
 
     def check_sender(self, host: str, agent: str) -> None:
@@ -301,6 +305,8 @@ class Coordinator:
         with self._lock:
             self._book.broke(host, agent)
             self._news.notify_all()  # who waits for all to leave
+            if self._book.is_stale:
+                self._due.notify_all()
 
     # -- changes ---------------------------------------------------------------------------------
 

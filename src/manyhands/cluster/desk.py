@@ -19,6 +19,8 @@ from manyhands.cluster.job import KEY, NAME, Job, Spec, State, Step
 from manyhands.cluster.messages import PROTOCOL, Hello, Status, Wants, Welcome
 from manyhands.core.errors import ManyhandsError
 
+NO_SUCH_ATTEMPT = "no-such-attempt"
+"""The code of the refusal, which a client that follows a job has to know."""
 Changed = Collection[int | str] | None
 """The ids of jobs and the names of hosts that something is new about; None: look at everything."""
 

@@ -8,15 +8,18 @@ from collections.abc import Collection, Mapping, Sequence
 
 from manyhands.cluster.devices import cores_of
 from manyhands.cluster.messages import Kind, Slot, Want
+from manyhands.core.settings import OUTAGE, OUTAGE_S
 
 ATTEMPT, HOST = "MANYHANDS_ATTEMPT", "MANYHANDS_HOST"
 """Every process of an attempt has both, and is known by them: `marker`, and the agent's host."""
 RESERVED = frozenset(
     {
-        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "CUDA_VISIBLE_DEVICES"),
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "CUDA_VISIBLE_DEVICES"),
         *(ATTEMPT, HOST, "MANYHANDS_JOB", "MANYHANDS_RESTART_COUNT", "MANYHANDS_BATCH"),
-        *("MANYHANDS_URL", "MANYHANDS_RUN", "MANYHANDS_NAME"),
+        *("MANYHANDS_URL", "MANYHANDS_RUN", "MANYHANDS_NAME", "MANYHANDS_CORES"),
     }
 )
 """What a job's own variables may not be called."""
@@ -67,12 +70,13 @@ def rank_environments(
     marks: Mapping[str, str],
     want: Want,
     slots: Sequence[Slot],
+    lease_s: float,
 ) -> dict[int, dict[str, str]]:
     """For each rank of the task on this host.
 
     `base` is scrubbed; `python` is the agent's own, found first by the command; `slots` are all of
     the host's. All ranks see the devices of all, and LOCAL_RANK counts them: torchrun's scripts
-    say `torch.cuda.set_device(LOCAL_RANK)`.
+    say `torch.cuda.set_device(LOCAL_RANK)`. `lease_s`: how long they live without a coordinator.
     """
     task, by_index = want.task, {slot.index: slot for slot in slots}
     mine = [by_index[index] for _, index in task.ranks]
@@ -88,9 +92,17 @@ def rank_environments(
         "WORLD_SIZE": str(task.world_size),
         "LOCAL_WORLD_SIZE": str(len(task.ranks)),
         "GROUP_RANK": str(task.rank_of_host),
+        "GROUP_WORLD_SIZE": str(task.num_hosts),
+        "ROLE_NAME": "default",  # torchrun's, which has one role for all ranks
+        "ROLE_WORLD_SIZE": str(task.world_size),
         "MASTER_ADDR": task.master_addr,
         "MASTER_PORT": str(task.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(want.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(task.spec.max_restarts),
+        # That there is one tells torch, and Lightning, that its ranks were started by others.
+        "TORCHELASTIC_RUN_ID": f"job-{want.job}",
+        # There is no store of ours at MASTER_PORT: rank 0 opens it.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MANYHANDS_JOB": str(want.job),
         "MANYHANDS_RESTART_COUNT": str(want.attempt),
     }
@@ -101,6 +113,8 @@ def rank_environments(
     if task.hub:
         # All ranks start together, so a run begins with all; a job may say otherwise.
         common["MANYHANDS_MIN_PEERS"] = str(task.world_size)
+        # The hub goes and comes back with the coordinator; whoever gives it up ends the job.
+        common[OUTAGE] = f"{lease_s + OUTAGE_S:g}"
         settled |= {"MANYHANDS_URL": task.hub, "MANYHANDS_RUN": task.run}
     return {
         rank: {
@@ -108,12 +122,22 @@ def rank_environments(
             **_threads(base, by_index[index], len(slots)),
             **task.spec.env,
             **settled,
+            **_own_cores(by_index[index]),
             "RANK": str(rank),
+            "ROLE_RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "MANYHANDS_NAME": f"rank-{rank}",
         }
         for local_rank, (rank, index) in enumerate(task.ranks)
     }
+
+
+def _own_cores(slot: Slot) -> dict[str, str]:
+    """How many a rank is pinned to, which no other rank has: its affinity alone does not say that
+    it need not share them.
+    """
+    cores = cores_of(slot)
+    return {"MANYHANDS_CORES": str(len(cores))} if cores else {}
 
 
 def _threads(base: Mapping[str, str], slot: Slot, num_slots: int) -> dict[str, str]:

@@ -6,8 +6,10 @@ MANYHANDS_FINGERPRINT   of its certificate
 STATE                   address, token and certificate, as `manyhands up` left them
 
 A state folder that is given is an argument: the environment, which may be about another cluster,
-is not looked at. Plain HTTP is spoken on loopback, where somebody said so: a URL http://..., or
-`manyhands up --plain` in STATE. Otherwise no token is shown to who cannot prove what he is.
+is not looked at. Where the address is the folder's, so are token and certificate: the variables for
+them are those of hubs too. Plain HTTP is spoken on loopback, where somebody said so: a URL
+http://..., or `manyhands up --plain` in STATE. Otherwise no token is shown to who cannot prove what
+he is.
 """
 
 from __future__ import annotations
@@ -47,7 +49,6 @@ def find_coordinator(
     else:
         environ = {}
     given = address or environ.get("MANYHANDS_COORDINATOR") or ""
-    noted = read_text(state / ADDRESS)
     if given.strip().startswith(PREFIX):
         code = read_code(given)
         if code.role is not Role.USER:
@@ -56,6 +57,9 @@ def find_coordinator(
                 hint="use it with `manyhands agent`; users have the token in the state folder",
             )
         return code
+    noted = read_text(state / ADDRESS)
+    if noted and not given:
+        environ = {}
     host, port, scheme = _split(given or noted or _DEFAULT)
     if not scheme and noted and is_loopback(host) and _split(noted)[1] == port:
         scheme = _split(noted)[2]
@@ -74,7 +78,8 @@ def find_coordinator(
             )
         raise NoMeetingPoint(
             f"no token for the coordinator at {host_port(host, port)}",
-            hint=f"is it up? `manyhands up` leaves one in {state}; or set MANYHANDS_TOKEN",
+            hint=f"is it up? `manyhands up` leaves one in {state}; or set MANYHANDS_COORDINATOR "
+            "with MANYHANDS_TOKEN, and give no --state",
         )
     if not token.isascii() or not token.isprintable():
         raise AddressError("the token has characters that no token has", hint="copy it again")
@@ -83,8 +88,8 @@ def find_coordinator(
         if not pin:
             raise AddressError(
                 f"nothing says which certificate the coordinator at {host_port(host, port)} has",
-                hint="set MANYHANDS_FINGERPRINT, or use the user code that `manyhands up` leaves "
-                "in its state folder, as the file `code`",
+                hint="set MANYHANDS_COORDINATOR with MANYHANDS_FINGERPRINT, no --state; or use "
+                "the user code that `manyhands up` leaves in its state folder, as the file `code`",
             )
     return Code(role=Role.USER, host=host, port=port, token=token, fingerprint=pin)
 

@@ -134,7 +134,7 @@ def _live(
                 for trouble in ready.missing:
                     say(f"warning: no agent of {trouble}\n  it is tried again")
                 announce(up, ready)
-                up.until_stopped()
+            up.until_stopped()  # raises what has failed, though it were before it was ready
         finally:
             for trouble in up.end():
                 say(f"warning: {trouble}")

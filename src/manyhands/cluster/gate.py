@@ -100,7 +100,8 @@ class Gate:
                 421,
                 "host",
                 "this coordinator is not known by that name",
-                hint="call it by its address, or by the name that `manyhands up --bind` has",
+                hint="call it by its address, or by the name that `manyhands up` has for it: that "
+                "of --advertise, or of --bind",
             )
         origin = _only(scope, b"origin")
         # A page of this very server could say so; nobody else's.
@@ -108,9 +109,6 @@ class Gate:
             raise HttpError(403, "origin", "requests from web pages are not taken")
         if any(ord(sign) < 32 or ord(sign) == 127 for sign in scope["path"]):
             raise HttpError(404, "path", "no path has control characters in it")
-        if scope["path"] == "/openapi.json":
-            self._count(None, _address(scope))
-            return
         scope[ROLE] = self._role(scope)
         scope[KNOWN] = True
         scope["state"][MADE_KNOWN]()
@@ -137,7 +135,7 @@ class Gate:
         self._count(fits[0], address)
         return fits[0]
 
-    def _count(self, role: Role | None, address: str) -> None:
+    def _count(self, role: Role, address: str) -> None:
         if wait_s := self._requests.take((role, address)):
             raise HttpError(429, "rate", "too many requests", retry_after_s=wait_s)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 
 import msgspec
 
@@ -28,6 +28,12 @@ from manyhands.cluster.messages import (
     Wants,
 )
 
+FORGET_S = 3600.0
+"""A host that has been silent for so long is not one of the cluster's any more."""
+GONE_S = 30.0
+"""So long after its last word, an agent that was told to leave, and has nothing more, has gone: it
+would have asked again. While it is there it may have logs to send. Longer than a question waits.
+"""
 MAX_HOLDINGS = 4 * MAX_SLOTS
 MAX_TEXT = 256
 MAX_DEVICE = 4096  # the cores of a share need not be adjacent: 0,2,4,...
@@ -47,8 +53,9 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """here; silent (beyond its lease); expected (known from before, not heard yet); clearing (it
     still has processes of an attempt that is over); resting (it could not begin something just
-    now, or is about to leave); stuck (it talks, and does not do what it is asked to: it is given
-    up); leaving."""
+    now, or is about to leave); gone (it has left, and its lease is not over yet); stuck (it talks,
+    and does not do what it is asked to: it is given up); leaving (the cluster goes down, or its
+    agent has other options than are asked for now)."""
     slots: tuple[Slot, ...]
     origin: Origin
     heard_s: float
@@ -69,6 +76,8 @@ class Host:
     heard_s: float
     lease_s: float
     """The longest that this agent was ever promised: it may count by this one."""
+    terms: Mapping[str, str] | None = None
+    """Of the agents that are asked for, by host: see Hello. None: any will do."""
     held: dict[Key, Holding] = field(default_factory=dict[Key, Holding])
     """The newest that its agent said of each attempt that is wanted here."""
     inherited: set[Key] = field(default_factory=set[Key])
@@ -112,10 +121,59 @@ class Host:
         return self.hello.host
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether its agent is to leave: an `up` before this one started it, with other options
+        than are asked for now, or for a host that is not.
+        """
+        if self.terms is None or self.hello.origin is Origin.USER:
+            return False
+        return self.terms.get(self.name) != self.hello.terms
+
+    def check_terms(self) -> None:
+        """For one that is new here, and so has nothing to report: it need not be let in to be sent
+        away. Raises BadReport.
+        """
+        if self.is_outdated:
+            raise BadReport(
+                f"host {self.name}: this agent is of an earlier `up`, which had other options",
+                hint="it leaves by itself; the `up` that runs now starts its own",
+            )
+
+    def is_left_to(self, hello: Hello) -> bool:
+        """Whether nothing of what its agent was given runs any more, now that this one comes.
+
+        One of the same folder has ended all of it. Another may be on another machine that has the
+        same name.
+        """
+        is_same_folder = hello.folder != "" and hello.folder == self.hello.folder
+        return is_same_folder and (self.is_broken or self.evicted != "")
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its agent, which was told to leave, has nothing more and has gone, or will."""
+        return (
+            self.is_outdated
+            and self.is_dismissed
+            and self.has_reported
+            and self.rests
+            and not self.has_debris
+            and self.is_broken
+        )
+
+    def forget_s(self, until_s: float) -> float:
+        """From when on it is none of the cluster's, if no job is on it and it is not heard again;
+        `until_s`: the end of its lease.
+        """
+        if self.has_left:
+            return 0.0 if self.has_hung_up else min(until_s, self.heard_s + GONE_S)
+        return inf if self.silent_since_s is None else self.silent_since_s + FORGET_S
+
+    @property
     def is_usable(self) -> bool:
         """Whether it may be given something new."""
         return (
             self.has_reported
+            and not self.is_outdated
             and not self.has_debris
             and not self.rests
             and not self.has_hung_up
@@ -129,13 +187,15 @@ class Host:
             return "silent"
         if self.evicted:
             return "stuck"
-        if leaving:
+        if leaving or self.is_outdated:
             return "leaving"
         if not self.has_reported:
             return "expected"
         if self.has_debris:
             return "clearing"
-        return "resting" if self.rests else "here"
+        if self.rests:  # an agent that leaves says so, and then hangs up
+            return "gone" if self.has_hung_up else "resting"
+        return "here"
 
     @property
     def is_broken(self) -> bool:
@@ -242,7 +302,7 @@ class Host:
                 changed.add(key)
         return sorted(changed)
 
-    def tell(self, leaving: bool, seen: int | None = None) -> Wants:
+    def tell(self, seen: int | None = None) -> Wants:
         """What to answer its agent; from here on it may have heard it. If that is another than it
         has seen, it is answered now, and there is no line before it asks again.
         """
@@ -253,7 +313,7 @@ class Host:
             held = self.held.get(key)
             if want.stop and (held is None or held.phase is not Phase.ENDED):
                 self.untold.discard(key)
-        self.is_dismissed = self.is_dismissed or leaving
+        self.is_dismissed = self.is_dismissed or self.wants.leave
         return self.wants
 
     def want(self, wants: tuple[Want, ...], *, leave: bool, version: int) -> bool:
@@ -338,7 +398,7 @@ def check_hello(hello: Hello) -> None:
     indexes = [slot.index for slot in hello.slots]
     if indexes != list(range(len(indexes))) or len(indexes) > MAX_SLOTS:
         raise BadReport(f"slots have to be numbered from 0, and at most {MAX_SLOTS}")
-    texts = [hello.version, *(slot.name for slot in hello.slots)]
+    texts = [hello.version, hello.terms, *(slot.name for slot in hello.slots)]
     devices = [slot.device for slot in hello.slots]
     too_long = [*(text[MAX_TEXT:] for text in texts), *(text[MAX_DEVICE:] for text in devices)]
     if any(too_long) or any(_writable(text) != text for text in (*texts, *devices)):
@@ -349,7 +409,9 @@ def check_hello(hello: Hello) -> None:
 
 def check_slots(wanted: int, hosts: Mapping[str, Host]) -> None:
     """Raises Unplaceable if all of them together do not have so many."""
-    has = {name: len(host.hello.slots) for name, host in sorted(hosts.items())}
+    has = {
+        name: len(host.hello.slots) for name, host in sorted(hosts.items()) if not host.is_outdated
+    }
     if wanted > sum(has.values()):
         shown = [f"{name} has {count}" for name, count in list(has.items())[:8]]
         if len(has) > len(shown):

@@ -58,6 +58,13 @@ def default_agent_state(address: str, port: int, host: str, user: str | None) ->
     return base / "agents" / re.sub(r"[^A-Za-z0-9.]", "-", f"{address}-{port}") / host
 
 
+def agents_of_root(fingerprint: str) -> Path:
+    """Where the agents of this machine that `up --user` starts keep their state, by host: one
+    folder for each cluster, so that none that comes to the same address has another's.
+    """
+    return _OF_ROOT / "agents" / fingerprint[:32]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Identity:
     """Key and certificate as PEM, and a token for each role."""
@@ -138,7 +145,8 @@ def read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or 'not text'}",
-            hint="it belongs to whoever ran `manyhands up`; give MANYHANDS_TOKEN instead",
+            hint="it belongs to whoever ran `manyhands up`, who has a user code for you (the file "
+            "`code` beside it): set MANYHANDS_COORDINATOR to that, and give no --state",
         ) from None
 
 

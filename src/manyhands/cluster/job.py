@@ -83,7 +83,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gpus: int = 1
     """Slots: GPUs, or CPU shares on hosts that have none."""
     batch: int | None = None
-    """The global batch, in MANYHANDS_BATCH; `split` says who gets how many samples."""
+    """The global batch, in MANYHANDS_BATCH: its program has to read it."""
     priority: Priority = Priority.NORMAL
     max_restarts: int = 3
     """How often the job may begin again after a host was lost. Preemptions do not count."""

@@ -79,6 +79,16 @@ class Jobs:
         """Those that have slots on this host, by number."""
         return [self.live[id] for id in sorted(self._on.get(host, ()))]
 
+    def busy(self, host: str) -> dict[int, int]:
+        """Which job has which slot of this host."""
+        return {
+            slot: job.id
+            for job in self.on(host)
+            for place in job.places
+            if place.host == host
+            for slot in place.slots
+        }
+
     def by_key(self, key: str) -> Job | None:
         """The one that was submitted with this key."""
         return self.live.get(self._keys.get(key, 0))

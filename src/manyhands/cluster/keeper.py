@@ -470,6 +470,8 @@ def _become(order: Order, rank: Rank, log: int, keeper: int) -> None:
         what = error.strerror if isinstance(error, OSError) else str(error)
         if isinstance(error, OSError) and error.errno == errno.ENOENT:
             code = NOT_FOUND
+        if isinstance(error, PermissionError) and (user := order["user"]) is not None:
+            what = f"{what} (for user {user['uid']}: is a folder on the way closed to it?)"
         with contextlib.suppress(OSError):
             os.write(log, f"manyhands: {doing}: {what}\n".encode())
     finally:

@@ -141,10 +141,12 @@ class Line:
         self._break(session)
         return session
 
-    def wait_connected(self) -> int | None:
-        """The session of a connection, once there is one; None when the line is closed."""
+    def wait_connected(self, timeout_s: float | None = None) -> int | None:
+        """The session of a connection, once there is one; None when the line is closed, or there
+        is none in time.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._connected)
+            self._changed.wait_for(lambda: self._closing or self._connected, timeout_s)
             return self._session if self._connected and not self._closing else None
 
     def prove(self) -> bool:

@@ -49,6 +49,10 @@ class DiskFull(LogError):
     """There is no room for the piece; what did fit is there."""
 
 
+class _NoLog(LogError):
+    """There is none, or it was cleared away at this moment."""
+
+
 class LogName(NamedTuple):
     """Which log: numbers only, so that no name of a user's ever becomes a path."""
 
@@ -72,16 +76,17 @@ class Logs:
                 f"logs cannot be kept in {folder}: {error.strerror}",
                 hint="name a folder of yours with --logdir",
             ) from None
-        self._folder = folder
+        self._folder, self._cluster = folder, ""
         self._reserve_bytes = reserve_bytes
         self._locks = tuple(threading.Lock() for _ in range(_NUM_LOCKS))
         self._listeners: tuple[Callable[[LogName], None], ...] = ()
-        self._listening = threading.Lock()
+        self._listening, self._owning = threading.Lock(), threading.Lock()
 
     def claim(self, cluster: str) -> None:
         """Logs here are this cluster's from now on. Raises SettingsError if they are another's,
         whose jobs have the same numbers.
         """
+        self._cluster = cluster
         path = self._folder / _OWNER
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -92,17 +97,21 @@ class Logs:
                     raise _anothers(self._folder)
             if has_logs(self._folder):
                 raise _anothers(self._folder)
-            beside = path.with_name(f".{_OWNER}-{cluster}")
-            with beside.open("w") as file:
-                file.write(cluster)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
+            self._note_owner()
         except OSError as error:
             raise SettingsError(
                 f"logs cannot be kept in {self._folder}: {error.strerror}",
                 hint="name a folder of yours, on a disk that has room, with --logdir",
             ) from None
+
+    def _note_owner(self) -> None:
+        with self._owning:
+            beside = self._folder / f".{_OWNER}-{self._cluster}"
+            with beside.open("w") as file:
+                file.write(self._cluster)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self._folder / _OWNER)
 
     def path(self, name: LogName) -> Path:
         """Where the log is, or would be."""
@@ -148,7 +157,7 @@ class Logs:
         try:
             with _named(name, lambda: 0), self._opened(name, writing=False) as file:
                 return _read(file, offset, limit)
-        except FileNotFoundError:
+        except _NoLog:
             return b""
 
     def listen(self, heard: Callable[[LogName], None]) -> Callable[[], None]:
@@ -178,6 +187,10 @@ class Logs:
                 stack.callback(os.close, made)
                 return made
 
+            if writing and not (self._folder / _OWNER).exists():  # somebody cleared it away
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if self._cluster:
+                    self._note_owner()
             at = opened(self._folder, os.O_DIRECTORY, None)
             for part in folders:
                 try:
@@ -254,12 +267,11 @@ def _named(name: LogName, length: Callable[[], int]) -> Generator[None]:
     """What a disk can do to us has a name, too."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except OSError as error:
         if error.errno in _FULL:
             raise _full(name, length()) from None
-        raise LogError(
+        kind = _NoLog if error.errno == errno.ENOENT else LogError
+        raise kind(
             f"log {_show(name)} cannot be used: {error.strerror}",
             have=length(),
             hint="look at the disk and the permissions of --logdir",

@@ -65,6 +65,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[Slot, ...]
     pid: int
     origin: Origin = Origin.USER
+    terms: str = ""
+    """What an `up` drew from the options that it started this agent with. One that comes to a later
+    `up`, with other options, would run jobs as another user, say: it is told to leave."""
     folder: str = ""
     """Drawn once for the folder in which the agent keeps its state, which one agent holds at a
     time. Another agent of the same folder has ended what the one before it left; another agent of
@@ -169,4 +172,5 @@ class Wants(msgspec.Struct, frozen=True, kw_only=True):
     """Grows; an agent asks for more than the one it has."""
     wants: tuple[Want, ...] = ()
     leave: bool = False
-    """The cluster goes down: end everything, report it, and go (those that `up` started)."""
+    """The cluster goes down, or has another agent for this host: end everything, report it, and go
+    (those that `up` started)."""

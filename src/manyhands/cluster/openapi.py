@@ -12,7 +12,7 @@ from manyhands.cluster.desk import Failed
 from manyhands.cluster.routes import ROUTES, Body, Kind, Role, Route
 
 _REF = "#/components/schemas/{name}"
-_EVERYWHERE = (400, 403, 404, 405, 413, 415, 421, 429, 431, 500, 503)
+_EVERYWHERE = (400, 401, 403, 404, 405, 413, 415, 421, 429, 431, 500, 503)
 """What the door, or a coordinator in need, can answer to any request."""
 
 Document = dict[str, Any]  # JSON
@@ -30,8 +30,8 @@ def document() -> Document:
         "info": {
             "title": "manyhands coordinator",
             "version": __version__,
-            "description": "Jobs, hosts and logs of a cluster. Every request but the one for this "
-            "document carries `Authorization: Bearer TOKEN`.",
+            "description": "Jobs, hosts and logs of a cluster. Every request, the one for this "
+            "document too, carries `Authorization: Bearer TOKEN`.",
         },
         "paths": paths,
         "components": {
@@ -68,7 +68,7 @@ def _operation(route: Route) -> Document:
     operation: Document = {
         "operationId": route.does,
         "summary": route.summary,
-        "security": [] if route.role is None else [{route.role.value: []}],
+        "security": [{role.value: []} for role in Role if route.role in (role, None)],
         "parameters": [*_parameters(route.parts, "path"), *_parameters(route.query, "query")],
         "responses": _responses(route),
     }
@@ -122,7 +122,6 @@ def _responses(route: Route) -> Document:
             }
         responses[str(status)] = answer
     failed = {"application/json": {"schema": _schema(Failed)}}
-    statuses = {*_EVERYWHERE, *route.errors, *(() if route.role is None else (401,))}
-    for status in sorted(statuses):
+    for status in sorted({*_EVERYWHERE, *route.errors}):
         responses[str(status)] = {"description": "An error, with a hint", "content": failed}
     return responses

@@ -186,6 +186,14 @@ def describe(failure: Failure) -> str:
     return f"rank {failure.rank} on {failure.host} failed with {how}"
 
 
+def worn_out(reason: str, max_restarts: int) -> str:
+    """Why a job that has lost its host, for this reason, does not begin again."""
+    if max_restarts == 0:
+        return f"{reason}; it may not begin again: --max-restarts 0"
+    times = "once" if max_restarts == 1 else f"{max_restarts} times"
+    return f"{reason}; it has begun again {times}, and may not more often: --max-restarts"
+
+
 def exit_code(into: State, failure: Failure | None) -> int:
     """Of the whole job."""
     match into:

@@ -3,7 +3,8 @@
     a host that may be given something      an offer
     one that is about to be one of those    an offer, and an entry that ends and has all that is
                                             free there: room that is coming
-    one that is silent, or given up         nothing
+    one that is silent, or given up, or     nothing
+    is sent away
 
 After a restart of the coordinator hosts come back one by one. If only those that are back were
 offered, a large job in front would have no room for a moment, and be passed by small ones that
@@ -50,7 +51,7 @@ def question(
             host.unready_s = None
         elif host.unready_s is None:
             host.unready_s = now_s
-        if host.silent_since_s is not None or host.evicted:
+        if host.silent_since_s is not None or host.evicted or host.is_outdated:
             continue
         slots = tuple(slot.index for slot in host.hello.slots)
         if host.unready_s is not None:

@@ -9,6 +9,7 @@ Jobs outlive a coordinator that is killed, and look for the hub where it was. So
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from manyhands.cluster.server import PORT
@@ -19,11 +20,12 @@ from manyhands.links.hub import Hub, HubLimits
 _LIMITS = HubLimits(peers=4096, runs=1024, handshakes=256)
 
 
-def open_relay(bind: str, advertise: str | None, state: Path) -> Hub:
+def open_relay(bind: str, advertise: str | None, state: Path, say: Callable[[str], None]) -> Hub:
     """The hub of a coordinator that listens at `bind`, to be closed by the caller.
 
     It listens on the same address, at the port that it had, or beside the coordinator's, or at
-    any that is free. `advertise` is the coordinator's: of it the host counts.
+    any that is free, of which `say` gets a warning. `advertise` is the coordinator's: of it the
+    host counts.
     """
     host, port = split_host_port(bind, PORT)
     shown = None if advertise is None else _shown(advertise)
@@ -34,6 +36,10 @@ def open_relay(bind: str, advertise: str | None, state: Path) -> Hub:
         hub = Hub(host_port(host, wanted), advertise=shown, state=folder, limits=_LIMITS)
     except LinkBroken:
         hub = Hub(host_port(host, 0), advertise=shown, state=folder, limits=_LIMITS)
+        say(
+            f"warning: the hub's port {wanted} is taken, it listens at {hub.near.port}: jobs of an "
+            "earlier `up` that still run do not find it there, nor may others through a firewall"
+        )
     try:
         kept.write_text(f"{hub.near.port}\n")
     except OSError as error:

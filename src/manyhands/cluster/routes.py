@@ -43,6 +43,7 @@ class Route:
     """The name of the method of `Api` that answers it."""
     summary: str
     role: Role | None
+    """Whose token it takes; None: that of either."""
     answers: Mapping[int, Kind]
     parts: type[msgspec.Struct] = desk.NoParts
     query: type[msgspec.Struct] = desk.NoParts

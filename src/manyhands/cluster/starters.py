@@ -138,11 +138,14 @@ class Started:
         self._process.kill()
 
     def last_words(self) -> tuple[str, ...]:
-        """The last lines that it wrote, since it was started."""
-        with self._log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._begins, end - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        """The last lines that it wrote, since it was started; none if its log cannot be read."""
+        try:
+            with self._log.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self._begins, end - _TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:  # somebody cleared it away: the agent is minded even so
+            return ()
         return tuple([line for line in lines if line.strip()][-_TAIL_LINES:])
 
 

@@ -64,12 +64,6 @@ def checked_key(key: str) -> str:
     return key
 
 
-def split(batch: int, num_slots: int) -> tuple[int, ...]:
-    """How many samples of the batch each rank gets: as even as it goes, the first get one more."""
-    share, rest = divmod(batch, num_slots)
-    return (share + 1,) * rest + (share,) * (num_slots - rest)
-
-
 def _typed(spec: Spec) -> Spec:
     """A spec made in Python may hold anything; what is stored has passed through JSON."""
     for name in ("time_s", "grace_s"):

@@ -11,6 +11,8 @@ where they are and dial until there is a coordinator again.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import shlex
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,19 +20,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from manyhands.cluster.account import account_of
 from manyhands.cluster.coordinator import Coordinator
-from manyhands.cluster.crew import Crew, Trouble
+from manyhands.cluster.crew import LAST_DELAY_S, Crew, Trouble
 from manyhands.cluster.errors import ClusterError
 from manyhands.cluster.hostfile import HostLine
 from manyhands.cluster.hosts import Node
 from manyhands.cluster.identity import (
-    default_agent_state,
+    agents_of_root,
     moved_logs,
     open_identity,
     write_address,
 )
+from manyhands.cluster.job import PLACED
 from manyhands.cluster.logs import Logs
 from manyhands.cluster.relay import open_relay
+from manyhands.cluster.remains import AGENTS
 from manyhands.cluster.routes import Role
 from manyhands.cluster.server import PORT, Server
 from manyhands.cluster.starters import (
@@ -89,6 +94,8 @@ class UpSettings:
                     f"a coordinator at {self.bind} cannot be reached by the name {host}",
                     hint=f"--bind 0.0.0.0:{PORT}, or leave --advertise out",
                 )
+        if any(host.is_here for host in self.hosts):
+            account_of(self.user)  # an agent would fail of it, and be tried again and again
         if not 1 <= self.lease_s <= 86400:
             raise SettingsError(
                 f"a lease of {self.lease_s:g} s", hint="--lease: from 1 s to a day; 15 is usual"
@@ -126,6 +133,11 @@ class Up:
         self._stack = contextlib.ExitStack()
         self._news = threading.Condition()
         self._heard: frozenset[str] = frozenset()
+        self._sent_away: frozenset[str] = frozenset()
+        """Hosts whose agents, of an earlier `up`, are told to leave."""
+        self._turnover_s = 0.0
+        """For those, to be rid of their jobs, and for others to be started in their place: until
+        they have left, these give up, and are started again after longer and longer delays."""
         self._stop_reason = ""
         self._is_stopping = False
         self._hurry = threading.Event()
@@ -151,14 +163,16 @@ class Up:
         settings = self.settings
         store = stack.enter_context(Store.open(settings.state / STORE))
         identity = open_identity(settings.state)
+        self._fingerprint = identity.fingerprint
         self.logs = logs = Logs(settings.logdir)
         logs.claim(store.cluster)
         if before := moved_logs(settings.state, settings.logdir):
             self._say(f"logs of earlier jobs are in {before}, and shown with --logdir {before}")
         self.hub: Hub = stack.enter_context(
-            open_relay(settings.bind, settings.advertise, settings.state)
+            open_relay(settings.bind, settings.advertise, settings.state, self._say)
         )
         code = self.hub.address.code()
+        terms = {host.name: self._terms(host) for host in settings.hosts}
         self.coordinator = stack.enter_context(
             # An attempt that was ended may have left a state at the hub that nobody has any more:
             # the next one is a run of its own, and goes on from a checkpoint, if there are any. The
@@ -167,8 +181,21 @@ class Up:
                 store,
                 lease_s=settings.lease_s,
                 hub=lambda job, attempt: (code, f"job-{job}-{attempt}-{store.cluster}"),
+                terms=terms,
             )
         )
+        self._sent_away = frozenset(
+            node.name for node in self.coordinator.nodes() if node.state == "leaving"
+        )
+        if self._sent_away:
+            placed = self.coordinator.jobs(states=PLACED)
+            graces_s = [job.spec.grace_s for job in placed]
+            self._turnover_s = max(graces_s, default=0.0) + LAST_DELAY_S
+        for name in sorted(self._sent_away):
+            self._say(
+                f"host {name}: an earlier `up` started its agent, with other options; it is told "
+                "to leave, and its jobs, which get their grace, begin again"
+            )
         self.server = stack.enter_context(
             Server(
                 self.coordinator,
@@ -202,6 +229,11 @@ class Up:
         return f"{scheme}://{host_port(self.hub.near.host, self.server.port)}"
 
     @property
+    def hub_at(self) -> str:
+        """HOST:PORT where the ranks of jobs reach its hub."""
+        return host_port(self.hub.address.host, self.hub.address.port)
+
+    @property
     def join_code(self) -> str:
         """What lets agents of other machines in. It is a secret."""
         return self.server.code(Role.AGENT, *self._shown())
@@ -215,24 +247,17 @@ class Up:
 
     def _errand(self, host: HostLine) -> tuple[Starter, Errand]:
         settings = self.settings
-        given = ["--name", host.name, "--origin", "up"]
-        if host.gpus:
-            given += ["--gpus", ",".join(map(str, host.gpus))]
-        elif host.slots is not None:
-            given += ["--slots", str(host.slots)]
-        if settings.user is not None:
-            given += ["--user", settings.user]
+        given = ["--name", host.name, "--origin", "up", "--terms", self._terms(host)]
+        given += self._options(host)
         starter: Starter
         state = None
         if host.is_here:
             near, port = self.hub.near.host, self.server.port
             starter, code = LocalStarter(), self.server.code(Role.AGENT, near, port)
-            state = settings.state / "agents" / host.name
+            state = settings.state / AGENTS / host.name
             if settings.user is not None:  # to whom that folder would be closed
-                state = default_agent_state(near, port, host.name, settings.user)
+                state = agents_of_root(self._fingerprint) / host.name
             given += ["--state", str(state)]
-            # Ranks of other machines come to this one by the address that their agents use.
-            given += ["--address", host.address if settings.is_local else self.hub.address.host]
         else:
             command = python_command(settings.python) if settings.python else ()
             starter, code = SshStarter(ssh=settings.ssh, command=command), self.join_code
@@ -246,15 +271,38 @@ class Up:
             state=state,
         )
 
+    def _options(self, host: HostLine) -> list[str]:
+        """Of its agent: all that makes a difference to jobs."""
+        settings, given = self.settings, list[str]()
+        if host.gpus:
+            given += ["--gpus", ",".join(map(str, host.gpus))]
+        elif host.slots is not None:
+            given += ["--slots", str(host.slots)]
+        if settings.user is not None:
+            given += ["--user", settings.user]
+        if host.is_here:
+            # Ranks of other machines come to this one by the address that their agents use.
+            given += ["--address", host.address if settings.is_local else self.hub.address.host]
+        return given
+
+    def _terms(self, host: HostLine) -> str:
+        """The same for the same options: one that is left of an `up` that was killed may stay."""
+        settings, way = self.settings, [""]
+        if not host.is_here:  # as whom ssh goes in, jobs run
+            way = [settings.python, host.address, *settings.ssh]
+        text = shlex.join([*way, *self._options(host)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     # -- its life -------------------------------------------------------------------------------
 
     def until_ready(self, timeout_s: float = READY_S) -> Ready | None:
         """Blocks until every agent that was started has said hello, or has failed to, or time is
-        up. None: it was stopped before.
+        up (it is longer if others have to leave first). None: it was stopped before.
 
         Raises NoAgentCame if none has, though some were started.
         """
         wanted = [host.name for host in self.settings.hosts]
+        timeout_s += self._turnover_s
         with self._news:
             self._news.wait_for(lambda: self._is_stopping or self._is_settled(wanted), timeout_s)
             if self._is_stopping:
@@ -348,9 +396,10 @@ class Up:
             while not self._is_closing:
                 if self.coordinator.failure is not None:
                     self.stop("the coordinator has failed")
-                heard = {node.name for node in self.coordinator.nodes() if node.state in _HERE}
+                states = {node.name: node.state for node in self.coordinator.nodes()}
                 with self._news:
-                    self._heard = frozenset(heard)
+                    self._heard = frozenset(n for n, state in states.items() if state in _HERE)
+                    self._sent_away &= {n for n, state in states.items() if state == "leaving"}
                     self._news.notify_all()
                 self.crew.look()
                 # With an end: that a host has reported, or is silent, need not ring.
@@ -364,7 +413,8 @@ class Up:
         self._rung.set()
 
     def _is_settled(self, wanted: list[str]) -> bool:
-        troubled = {trouble.host for trouble in self.crew.troubles}
+        # One that waits for another to leave, and gives up, is started again.
+        troubled = {trouble.host for trouble in self.crew.troubles} - self._sent_away
         return all(name in self._heard or name in troubled for name in wanted)
 
     def _missing(self, wanted: list[str], waited_s: float) -> tuple[Trouble, ...]:

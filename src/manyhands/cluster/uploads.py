@@ -5,12 +5,19 @@ here is then told of a write: the kernel would (inotify), but not for state fold
 disk, and once for every line of a rank that says much. So while ranks run, the sizes of their logs
 are looked at a few times a second: some system calls each, and what a reader of `logs -f` sees is
 late by no more than that. When no rank runs, nothing is looked at.
+
+Nor is a rank told how much it may write. So where less than RESERVE_BYTES of the disk are free, a
+log longer than that is its job's end, and is cut, if it is what took them: the job store may be
+there. One that merely is long, while something else fills the disk, is let be.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,12 +25,16 @@ from typing import Self
 
 from manyhands.cluster.ledger import Key
 from manyhands.cluster.line import Broken, Line, guarded
+from manyhands.cluster.logs import RESERVE_BYTES
 from manyhands.cluster.office import Office, OfficeRefused, OfficeUnreachable
 
 CHUNK_BYTES = 1 << 20
 LOOK_S = 0.2
 _RETRY_S = 1.0  # when the office has no room for it
 _JOIN_S = 0.2
+_LEAST_PART = 4  # of what the disk lost, a log took that much: its copy may be on it too
+_LEAST_RESERVE = 8  # and that much of the reserve: nobody is ended for a line
+_LOOKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,15 @@ class LogSettled:
     """The logs of an attempt have all been sent to their end, or refused."""
 
     key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Flooded:
+    """The log of this rank takes the last room of the disk: it is to be ended."""
+
+    key: Key
+    rank: int
+    why: str
 
 
 @dataclass(slots=True)
@@ -44,8 +64,28 @@ class _Upload:
     ended: bool = False
     """Nobody writes it any more."""
     settled: bool = False
+    why: str = ""
+    """It flooded the disk: said so, and at its end cut."""
     waits: bool = False
     """The office took nothing of the last chunk, or was not there."""
+    size_then: int = 0
+    free_then: int | None = None
+    """When there was room last, or something else had taken it."""
+    looks: int = 0
+    """That found it to have taken the room, one after the other."""
+
+    def grown_to(self, size: int, free: int, reserve: int) -> int:
+        """What it has taken since then of a disk that has only `free` left; 0 if that is not to be
+        laid to it.
+        """
+        if self.free_then is None:  # it is new: all of it has come just now
+            self.free_then = free + size
+        grown, lost = size - self.size_then, self.free_then - free
+        if free >= reserve or not 0 <= lost <= _LEAST_PART * grown:
+            self.size_then, self.free_then, self.looks = size, free, 0
+        elif size >= reserve and grown * _LEAST_RESERVE >= reserve:
+            self.looks += 1
+        return grown if self.looks >= _LOOKS else 0
 
 
 class Uploads:
@@ -57,10 +97,12 @@ class Uploads:
         line: Line,
         host: str,
         agent: str,
-        tell: Callable[[LogSettled | Broken], None],
+        tell: Callable[[Flooded | LogSettled | Broken], None],
+        *,
+        reserve_bytes: int = RESERVE_BYTES,
     ) -> None:
         self._office, self._line, self._tell = office, line, tell
-        self._host, self._agent = host, agent
+        self._host, self._agent, self._reserve_bytes = host, agent, reserve_bytes
         self._changed = threading.Condition()
         self._uploads: list[_Upload] = []
         self._closing = self._woken = False
@@ -115,7 +157,14 @@ class Uploads:
                     return
                 self._woken = False
                 open_ones = [upload for upload in self._uploads if not upload.settled]
-            if not open_ones or self._line.wait_connected() is None:
+            # The disk fills whether there is a connection or not.
+            self._keep_room(open_ones)
+            for upload in open_ones:
+                if upload.ended and upload.why:
+                    self._cut(upload)
+            if not open_ones or self._line.wait_connected(0.0) is None:
+                for upload in open_ones:
+                    upload.waits = False  # nobody was asked
                 continue
             # One chunk of each, and then all anew: nobody who has much to say keeps the others.
             more = [self._advance(office, upload) for upload in open_ones]
@@ -129,13 +178,49 @@ class Uploads:
             return None
         return _RETRY_S if all(upload.waits for upload in left) else LOOK_S
 
+    def _keep_room(self, uploads: Sequence[_Upload]) -> None:
+        if any(upload.why for upload in uploads):
+            return  # room comes with the end of that one
+        written = [upload for upload in uploads if not upload.ended]
+        free = _free_beside(written[0].path) if written else sys.maxsize  # all are on one disk
+        sizes = [_size_of(upload.path) for upload in written]
+        grown = [
+            upload.grown_to(size, free, self._reserve_bytes)
+            for upload, size in zip(written, sizes, strict=True)
+        ]
+        most = max(grown, default=0)
+        if most == 0:
+            return
+        flood, size = written[grown.index(most)], sizes[grown.index(most)]
+        flood.why = (
+            f"rank {flood.rank} was ended: it has written {size >> 20} MiB, and the disk of its "
+            f"host's agent has only {free >> 20} MiB free"
+        )
+        self._tell(Flooded(flood.key, flood.rank, flood.why))
+
+    def _cut(self, upload: _Upload) -> None:
+        """What was sent stays, so that nobody misses a piece. Of the rest, what there is room for
+        twice: where the coordinator keeps it may be this disk.
+        """
+        lacking = self._reserve_bytes - _free_beside(upload.path)
+        with contextlib.suppress(OSError), upload.path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            room = (size - upload.offset - lacking) // 2 - CHUNK_BYTES  # one more, to send the last
+            end = upload.offset + max(0, min(room, size - upload.offset - CHUNK_BYTES))
+            file.truncate(min(size, end))
+            file.seek(0, os.SEEK_END)
+            file.write(f"\nmanyhands: {upload.why}; the rest of this log is gone\n".encode())
+        upload.why = ""
+
     def _advance(self, office: Office, upload: _Upload) -> bool:
         """Send one chunk; whether there is more to do at once. What was written meanwhile is not:
         a rank that writes line by line is not sent line by line.
         """
         if upload.settled:  # dropped a moment ago
             return False
-        ended = upload.ended  # before the size is looked at: nothing is written after it
+        # Before the size is looked at: nothing is written after it. One that is still to be cut is
+        # so at the next look, which its end has begun.
+        ended = upload.ended and not upload.why
         data = self._next_chunk(upload)
         if not data:
             if ended:
@@ -178,3 +263,19 @@ class Uploads:
             left = [other for other in self._uploads if other.key == upload.key]
         if all(other.settled for other in left):
             self._tell(LogSettled(upload.key))
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _free_beside(path: Path) -> int:
+    """Of the disk, also before there is a log; if it cannot be told, there is room."""
+    try:
+        disk = os.statvfs(path.parent)
+    except OSError:
+        return sys.maxsize
+    return disk.f_bavail * disk.f_frsize

@@ -99,15 +99,25 @@ class Adder:
             if apart
             else block.tensor.view(arithmetic.total_dtype)
         )
+        # What the codec leaves out of a sum is owed; one of this peer's own alone owes it already.
+        feedback = None if codec.raw or given == [me] else self._bank.feedback
         adding = PartSum(max(1, len(given)), arithmetic, codec, lambda: total)
         if not given:
             total.zero_()
         for place, peer in enumerate(given):
-            adding.offer(place, self._contribution(head.k, codec, filed[peer], own=peer == me))
+            if peer == me and (codec.raw or feedback is not None):
+                values = self._bank.values(head.k).view(arithmetic.dtype)
+                adding.offer(place, Contribution(values, False, _nothing))
+            else:
+                adding.offer(place, self._contribution(head.k, codec, filed[peer], own=peer == me))
+        owes = feedback is not None and feedback.compensate(head.k, total)
         if weight != 1.0 and (shape.dtype.is_floating_point or shape.dtype.is_complex):
             total.div_(weight)
         if apart:
             codec.encode(total, block.tensor)
+        if feedback is not None and owes:
+            codec.add(block.tensor, total, sign=-1)
+            feedback.owe(head.k, total.mul_(weight))
         if head.exact:  # no mean: it is as it is, and nobody's fault
             return msgspec.structs.replace(head, weight=weight), block
         norm = self._squared_norm(head.k, block)
@@ -128,11 +138,9 @@ class Adder:
         return self.is_whole(filed.part, filed.block)
 
     def _contribution(self, k: int, codec: Codec, filed: Filed, *, own: bool) -> Contribution:
-        dtype = arithmetic_for(Operator.SUM, self._layout.parts[k].dtype).dtype
-        if own and codec.raw:
-            return Contribution(self._bank.values(k).view(dtype), False, _nothing)
         if not own:
             assert filed.block is not None
+            dtype = arithmetic_for(Operator.SUM, self._layout.parts[k].dtype).dtype
             values = filed.block.tensor.view(dtype) if codec.raw else filed.block.tensor
             return Contribution(values, not codec.raw, _nothing)
         # As if it had travelled: the result must not depend on who adds it up.

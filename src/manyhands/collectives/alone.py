@@ -38,7 +38,7 @@ class Alone:
 
         It looks at all of them: ask when the share is complete.
         """
-        if not self._possible or self._bank.empty:
+        if not self._possible or self._bank.empty or any(map(_only_stored, self._bank.flats)):
             return False
         return not self._refuse or are_finite(self._bank.flats)
 
@@ -53,6 +53,12 @@ class Alone:
         """What was concluded, if it is this round's result."""
         own, self._own = self._own, None
         return own if commit.alone else None
+
+
+def _only_stored(tensor: Tensor) -> bool:
+    """Whether torch has no sum for its dtype; an owner adds them up as wider ones."""
+    dtype = tensor.dtype
+    return dtype is torch.complex32 or (dtype.is_floating_point and dtype.itemsize == 1)
 
 
 @torch.no_grad()

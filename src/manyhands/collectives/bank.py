@@ -73,6 +73,12 @@ class Bank:
         codec = self.codecs_of(exact=self.exact)[k]
         return 0 if self.empty else codec.num_bytes(part.numel, part.dtype)
 
+    def begin(self, *, exact: bool) -> None:
+        """An attempt begins: all is encoded, and owed, anew. Of an exact one nothing is."""
+        self.exact = exact
+        if self.feedback is not None:
+            self.feedback.abandon()
+
     def show(self, flats: list[Tensor], weight: float) -> bool:
         """The tensors of a pass that is under way; False if others are in here already.
 

@@ -239,17 +239,20 @@ class _Int8:
     name = "int8"
     raw = False
 
+    _STEPS = torch.int8
     # The largest scale of 17 bits that times 127 is still a float32.
-    _MAX_SCALE: Final = float.fromhex("0x1.0204p+121")
+    _MAX_SCALE = float.fromhex("0x1.0204p+121")
     _MIN_SCALE: Final = 2.0**-126
     # Not a division: on CUDA torch replaces one by a constant with this product, on the CPU it
     # does not. This float32 is 1/127 rounded; the product is rounded once everywhere.
-    _INVERSE_127: Final = float.fromhex("0x1.020408p-7")
+    _INVERSE = float.fromhex("0x1.020408p-7")
+    # What rounds the bits of a scale to 17: added, then masked.
+    _ROUND, _MASK = 64, -128
 
     max_error = _MAX_SCALE
 
     def num_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return 4 * -(-numel // BLOCK) + numel
+        return 4 * -(-numel // BLOCK) + self._STEPS.itemsize * numel
 
     @torch.no_grad()
     def encode(self, values: Tensor, wire: Tensor) -> None:
@@ -273,18 +276,19 @@ class _Int8:
     def _encode(self, rows: Tensor, scales: Tensor, steps: Tensor) -> None:
         # Two reductions: aminmax and the infinity norm are 15 and 20 times slower along rows.
         peaks = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
-        scales.copy_((peaks * self._INVERSE_127).clamp_(self._MIN_SCALE, self._MAX_SCALE))
-        scales.view(torch.int32).add_(64).bitwise_and_(-128)
+        scales.copy_((peaks * self._INVERSE).clamp_(self._MIN_SCALE, self._MAX_SCALE))
+        scales.view(torch.int32).add_(self._ROUND).bitwise_and_(self._MASK)
         # A product, not a quotient: a sixth faster, as exact to compute, and a step that is off
         # by 2^-23 only decides ties.
         work = torch.mul(rows, scales.to(rows.dtype).reciprocal(), out=_room_like(rows))
         if not math.isfinite(float(peaks.sum())):  # or their sum overflows: then nothing is filled
             broken = peaks.isfinite().logical_not_()
             scales.masked_fill_(broken, math.nan)
-            work.masked_fill_(broken, 0.0)  # the cast of a NaN to int8 may give anything
+            work.masked_fill_(broken, 0.0)  # the cast of a NaN to an integer may give anything
         work.round_()
         if work.dtype is torch.float64:  # may exceed 127 times the largest scale
-            work.clamp_(-127.0, 127.0)
+            most = torch.iinfo(self._STEPS).max
+            work.clamp_(-most, most)
         steps.copy_(work)
 
     def _pieces(self, values: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -294,7 +298,7 @@ class _Int8:
         _check(wire, values, self.num_bytes(numel, values.dtype))
         num_scales = -(-numel // BLOCK)
         scales = wire[: 4 * num_scales].view(torch.float32).view(-1, 1)
-        steps = wire[4 * num_scales :].view(torch.int8)
+        steps = wire[4 * num_scales :].view(self._STEPS)
         whole = numel - numel % BLOCK
         for start in range(0, whole, _PIECE):
             stop = min(start + _PIECE, whole)
@@ -306,6 +310,23 @@ class _Int8:
         if whole < numel:
             yield values[whole:].view(1, -1), scales[-1:], steps[whole:].view(1, -1)
 
+
+class _Int16(_Int8):
+    """The same with int16 and scales of 9 bits, rounded up so that no step exceeds 32767.
+
+    For what a sender keeps of the values that int8 left out: half a step of int8 at most, which is
+    kept to 2^-17 of one, as exactly as float32 adds it to a value of 127 steps. Not for the wire.
+    """
+
+    name = "int16"
+    _STEPS = torch.int16
+    _MAX_SCALE = max_error = 2.0**113  # no residual comes near 32767 times that
+    _INVERSE = float.fromhex("0x1.0002p-15")
+    _ROUND, _MASK = 2**15 - 1, -(2**15)
+
+
+KEPT: Final[Codec] = _Int16()
+"""How a residual is kept: in half the memory of the values."""
 
 _CODECS: Final[Mapping[str, Codec]] = {
     "fp32": _Raw(),
@@ -358,7 +379,8 @@ def _room_like(rows: Tensor) -> Tensor:
         return torch.empty_like(rows)
     room = _rooms.memory.get(rows.dtype)
     if room is None:
-        room = lasting_memory(_PIECE * rows.dtype.itemsize).view(rows.dtype).view(-1, BLOCK)
+        with torch.inference_mode(False):  # the next one to use it may be outside of it
+            room = lasting_memory(_PIECE * rows.dtype.itemsize).view(rows.dtype).view(-1, BLOCK)
         _rooms.memory[rows.dtype] = room
     if rows.shape == room.shape:  # most are
         return room

@@ -18,6 +18,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+_LEAST_BYTES = 1 << 20  # of an operation's sender, however many there are
+
+
+def allowance_of(total_bytes: int, num_others: int, piece_bytes: int, *, least: int = 1) -> int:
+    """Of each of so many senders, if all together may make a reader hold `total_bytes`.
+
+    A sender that is just below it sends one more piece, so a byte is enough to go on with. From
+    where one piece of each is more than the total, that is what the reader holds.
+    """
+    return max(least, total_bytes // max(1, num_others) - piece_bytes + 1)
+
 
 @dataclass(slots=True)
 class Sending:
@@ -66,11 +77,15 @@ class Accounts:
 
     num: int
     total_bytes: int  # what all senders together may make this member hold
+    piece_bytes: int  # of the largest message
     sending: dict[int, Sending] = field(default_factory=dict[int, Sending])
     receiving: dict[int, Receiving] = field(default_factory=dict[int, Receiving])
 
     def __post_init__(self) -> None:
-        allowance = max(1 << 20, self.total_bytes // max(1, self.num - 1))
+        # Many small operations may be under way, whose results nobody waits for one by one.
+        allowance = allowance_of(
+            self.total_bytes, self.num - 1, self.piece_bytes, least=_LEAST_BYTES
+        )
         for member in range(self.num):
             self.sending[member] = Sending(allowance)
             self.receiving[member] = Receiving(allowance)

@@ -50,7 +50,9 @@ class Outlook:
         raise LinkTimeout("view that was waited for", timeout_s)
 
     def wait_for_news(self, timeout_s: float) -> bool:
-        """Until a view or a contribution has come, or an outcome; whether there is one to take."""
+        """Until a view, a contribution or a question for the state has come, or an outcome; whether
+        there is one to take.
+        """
         with self._news:
             if self._outcome() is None:
                 self._wanted = True
@@ -58,9 +60,9 @@ class Outlook:
                 self._wanted = False
             return self._outcome() is not None
 
-    def contributed(self) -> None:
-        """A contribution has come; the engine holds its lock. Whoever waits for the round to be
-        over is not woken for it.
+    def heard(self) -> None:
+        """A contribution has come, or a newcomer asks for the state; the engine holds its lock.
+        Whoever waits for the round to be over is not woken for it.
         """
         if self._wanted:
             self._news.notify_all()
@@ -93,6 +95,18 @@ class Outlook:
         """Whether others wait for this peer to start."""
         with self._news:
             return len(self._machine.states) > 1 and self.is_first
+
+    @property
+    def num_following(self) -> int:
+        """Who is active, and newcomers that have asked for the state since theirs was of no use:
+        this peer's next commit gives it to them. Who asks for the first time (0) may be about to
+        offer one that the run confirms.
+        """
+        with self._news:
+            states = self._machine.states
+            active = sum(state is PeerState.ACTIVE for state in states.values())
+            asking = (peer for peer, number in self._machine.asks.items() if number > 0)
+            return active + sum(states.get(peer) is PeerState.WATCHING for peer in asking)
 
     @property
     def owns(self) -> bool:

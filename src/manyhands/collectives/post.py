@@ -9,7 +9,7 @@ from threading import RLock
 from manyhands.collectives import messages as m
 from manyhands.collectives.bank import Bank
 from manyhands.collectives.courier import Courier, Letter
-from manyhands.collectives.flow import Sending
+from manyhands.collectives.flow import Sending, allowance_of
 from manyhands.collectives.instructions import Begin
 from manyhands.collectives.pool import Block, Pool
 from manyhands.core.peers import PeerId, View, ViewNumber
@@ -105,8 +105,8 @@ class Post:
         return self._accounts.setdefault((cut, to), Sending(self._allowance()))
 
     def _allowance(self) -> int:
-        others = 1 if self._attempt is None else max(1, len(self._attempt.members) - 1)
-        return max(4 * self._part_bytes, AHEAD_BYTES // others)
+        others = 1 if self._attempt is None else len(self._attempt.members) - 1
+        return allowance_of(AHEAD_BYTES, others, self._part_bytes)
 
     def _send_held(self) -> None:
         held, self._held = self._held, deque()

@@ -337,7 +337,7 @@ class Rounds:
         if self._attempt is None or cut != self._attempt.attempt.cut:
             self._mail.forget(cut)
         self._attempt = begin
-        self._bank.exact = begin.exact
+        self._bank.begin(exact=begin.exact)
         self._sent.clear()
         self._shelf.begin(cut, self._post.begin(begin))
 
@@ -463,7 +463,7 @@ class Rounds:
                 if self._shelf.add_part(sender, message, block):
                     whole = self._adder.is_whole(message, block)
                     self._feed(e.PartArrived(sender, message, refused=not whole))
-                    self.outlook.contributed()
+                    self.outlook.heard()
             case m.Sum():
                 if (filed := self._file_sum(sender, message, block)) is not None:
                     self._feed(e.SumArrived(sender, message, digest_of(filed)))
@@ -474,6 +474,7 @@ class Rounds:
                 self._feed(e.StatusArrived(sender, message))
             case m.Ask():
                 self._feed(e.AskArrived(sender, message.number))
+                self.outlook.heard()
             case m.Want():
                 self._feed(e.WantArrived(sender, message.round))
             case m.RoundGone():

@@ -141,6 +141,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """
         num_stages = num_peers * stages_per_peer
         _check_count("stages", num_stages)
+        _check_count("layers", num_layers)
         if num_stages < 1:
             raise PlanError(
                 f"{num_peers} peers with {stages_per_peer} stages each",
@@ -241,8 +242,7 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True):
 def _stage_of(index: int, row: Any) -> tuple[int, tuple[int, ...], tuple[float, ...]]:  # noqa: ANN401  (what a user wrote)
     try:
         count, peers, *shares = row
-        operator.index(count)  # or a TypeError
-        return count, tuple(peers), tuple(*shares)
+        return operator.index(count), tuple(map(operator.index, peers)), tuple(*shares)
     except (TypeError, ValueError):
         raise PlanError(
             f"stage {index} is {row!r}",
@@ -278,6 +278,15 @@ def _check(plan: Plan) -> None:
         raise PlanError(
             f"two peers are named {twice!r}", hint="give each a name of its own, or no names"
         )
+    for what, named in (("peer", plan.peers), ("layer", [layer.name for layer in plan.layers])):
+        for index, name in enumerate(named):
+            # JSON would not give another one back.
+            if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise PlanError(
+                    f"{what} {index} has the name {name!r:.100}",
+                    layer=index if what == "layer" else None,
+                    hint="names are texts",
+                )
     names: dict[str, int] = {}
     for index, layer in enumerate(plan.layers):
         said = f"layer {index} ({layer.name})"
@@ -312,9 +321,10 @@ def _check(plan: Plan) -> None:
                 hint="give a share for each peer, or none: then all are equal",
             )
         for share in layer.shares:
-            if not _SHARES[0] <= share <= _SHARES[1]:
+            number = isinstance(share, int | float)  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not number or not _SHARES[0] <= share <= _SHARES[1]:
                 raise PlanError(
-                    f"{said} gives a peer a share of {share}",
+                    f"{said} gives a peer a share of {share!r:.100}",
                     layer=index,
                     hint="shares are relative: (3, 1) is three quarters and one",
                 )

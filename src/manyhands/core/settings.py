@@ -8,6 +8,7 @@ join code or from MANYHANDS_TOKEN. An unknown key is an error, not a silence.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,9 @@ from manyhands.core.errors import NoMeetingPoint, SettingsError
 
 FILE = Path("manyhands.toml")
 _KEYS = ("url", "run", "name")
+OUTAGE = "MANYHANDS_OUTAGE"
+OUTAGE_S = 60.0
+"""How long a peer looks for a meeting point that has gone away, if nobody says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +62,20 @@ def find(
 ) -> str | None:
     """What `url`, `run` or `name` is: as given, in the environment, in the file, or None."""
     return given or environ.get(f"MANYHANDS_{key.upper()}") or _read(file).get(key)
+
+
+def find_outage(environ: Mapping[str, str]) -> float:
+    """Seconds of MANYHANDS_OUTAGE, or the default. Raises SettingsError."""
+    text = environ.get(OUTAGE, "")
+    if not text:
+        return OUTAGE_S
+    try:
+        outage_s = float(text)
+    except ValueError:
+        outage_s = math.nan
+    if not (math.isfinite(outage_s) and outage_s >= 0):
+        raise SettingsError(f"{OUTAGE} is {text[:80]!r}", hint="seconds, such as 60")
+    return outage_s
 
 
 def _with_secrets(address: Address, environ: Mapping[str, str]) -> Address:

@@ -1,6 +1,6 @@
 """Access: an open file that is read at any place, from any thread, in forked processes too.
 
-None has a position that two could move at once.
+None has a position that two could move at once. A random read costs what it asks for, no more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from manyhands.core.errors import UsageError
+from manyhands.core.errors import DataError, UsageError
 from manyhands.data.files import File
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 16  # bytes of the head, and of the tail, that a fingerprint looks at
 _BLOCK = 1 << 20  # bytes that are read ahead, from the beginning to the end
+_FAR_BLOCK = 1 << 24  # of what may be far: each of its reads waits for an answer first
 _LINE_BYTES = 1 << 30
 
 
@@ -34,6 +35,11 @@ class Fingerprint(NamedTuple):
 
 class Access(Protocol):
     """One file. It is closed when nobody has it any more."""
+
+    @property
+    def block(self) -> int:
+        """Bytes that whoever goes through all of it had better ask for at a time."""
+        ...
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -59,6 +65,8 @@ def open_access(file: File) -> Access:
 class LocalAccess:
     """A file of this machine. It stays the one that was opened, whatever its name comes to mean."""
 
+    block = _BLOCK
+
     def __init__(self, number: int) -> None:
         self._number = number
         weakref.finalize(self, os.close, number)
@@ -75,30 +83,62 @@ class LocalAccess:
         return found
 
 
+class _Held(NamedTuple):
+    """What a process has open of a file."""
+
+    process: int
+    opened: Any
+    lock: threading.Lock  # of its position
+    fetch: Callable[[int, int], bytes] | None  # without one
+
+
 class SharedAccess:
-    """A file that has one position, which one thread moves at a time.
+    """A file behind a URL: where its place takes ranges, so many bytes are fetched and no more, by
+    any number of threads at once. Others have one position, which one thread moves at a time.
 
     A forked process opens it anew: connections do not survive that, nor do locks that were held.
     """
+
+    block = _FAR_BLOCK
 
     def __init__(self, file: File, opened: Any) -> None:  # noqa: ANN401
         self._file = file
         self._held = self._hold(opened)
         version = getattr(file, "version", "")  # not every kind of blob has one
         said = version if isinstance(version, str) else ""
-        self.fingerprint = _fingerprint(self, opened.seek(0, os.SEEK_END), 0, said)
+        self._size: int = opened.seek(0, os.SEEK_END)
+        self.fingerprint = _fingerprint(self, self._size, 0, said)
 
     def read(self, start: int, stop: int) -> bytes:
-        process, opened, lock = self._held
-        if process != os.getpid():
-            self._held = process, opened, lock = self._hold(self._file.open("rb"))
-        with lock:
-            opened.seek(start)
-            return opened.read(stop - start)
+        if self._held.process != os.getpid():
+            self._held = self._hold(self._file.open("rb"))
+        held = self._held
+        if held.fetch is not None:
+            return self._fetched(held.fetch, start, min(stop, self._size))
+        with held.lock:
+            held.opened.seek(start)
+            return held.opened.read(stop - start)
 
-    def _hold(self, opened: Any) -> tuple[int, Any, threading.Lock]:  # noqa: ANN401
+    def _fetched(self, fetch: Callable[[int, int], bytes], start: int, stop: int) -> bytes:
+        found = b""
+        while start + len(found) < stop:  # a server may give a part of what was asked for
+            asked = stop - start - len(found)
+            more = fetch(stop - asked, stop)
+            if not more:
+                break
+            if len(more) > asked:
+                raise DataError(
+                    f"{self._file.place} cannot be read: {asked} bytes were asked for, and "
+                    f"{len(more)} came",
+                    hint="its server does not take ranges: read a copy of the file",
+                )
+            found += more
+        return found
+
+    def _hold(self, opened: Any) -> _Held:  # noqa: ANN401
         weakref.finalize(self, opened.close)
-        return os.getpid(), opened, threading.Lock()
+        fetch = getattr(getattr(opened, "raw", None), "fetch", None)
+        return _Held(os.getpid(), opened, threading.Lock(), fetch)
 
 
 def stream(access: Access, place: str) -> io.BufferedReader:
@@ -113,16 +153,16 @@ def stream(access: Access, place: str) -> io.BufferedReader:
         at += len(found)
         return found
 
-    return lines_of(read, place)
+    return lines_of(read, place, access.block)
 
 
-def lines_of(read: Callable[[int], bytes], place: str) -> io.BufferedReader:
+def lines_of(read: Callable[[int], bytes], place: str, block: int = _BLOCK) -> io.BufferedReader:
     """The lines of what `read(num)` gives: at most so many bytes, none at the end.
 
     With a position of its own; one thread at a time. Raises UsageError where a line does not end:
     it would have to fit into memory, and a small file that is unpacked may have a very long one.
     """
-    return io.BufferedReader(_Stream(read, place), _BLOCK)
+    return io.BufferedReader(_Stream(read, place), block)
 
 
 class _Stream(io.RawIOBase):

@@ -7,6 +7,7 @@ time are replaced, each at one moment, once all are written.
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,10 +18,12 @@ from typing import BinaryIO
 import msgspec
 
 from manyhands.core.errors import DataError, UsageError
-from manyhands.data.drafts import drafting
+from manyhands.data.drafts import Draft, drafting
 
 _SHOWN_LINES = 10  # of those that are broken
 _DRAFT = "chunk"
+_GZIP = b"\x1f\x8b"  # how such files begin, whatever they are called
+_MANY = "all chunks are written at once: make fewer, or let more files be open (ulimit -n)"
 
 
 def split(data: Path, num: int, folder: Path | None = None) -> dict[Path, int]:
@@ -36,9 +39,14 @@ def split(data: Path, num: int, folder: Path | None = None) -> dict[Path, int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with data.open("rb") as source:
+            if source.peek(len(_GZIP)).startswith(_GZIP):
+                raise UsageError(f"{data} is compressed", hint=f"unpack it first: gzip -dk {data}")
             counts = deal(scan(source, data), chunks, data)
     except OSError as error:
-        raise DataError(f"{data} cannot be split: {error.strerror} ({error.filename})") from None
+        raise DataError(
+            f"{data} cannot be split: {error.strerror} ({error.filename})",
+            hint=_MANY if error.errno == errno.EMFILE else None,
+        ) from None
     return dict(zip(chunks, counts, strict=True))
 
 
@@ -90,7 +98,12 @@ def deal(lines: Iterable[bytes], chunks: Sequence[Path], data: Path) -> list[int
         if any(chunk.exists() and chunk.samefile(data) for chunk in chunks):  # by a link, too
             raise UsageError(f"{data} would be replaced by a chunk of itself", hint="rename it")
         # Until it has the rights of `data`, which may be few, it is its writer's only.
-        drafts = [stack.enter_context(drafting(c.parent, _DRAFT, 0o600)) for c in chunks]
+        drafts: list[Draft] = []
+        cleared: set[Path] = set()  # once: else each would look through all that are made here
+        for place in (chunk.parent for chunk in chunks):
+            draft = drafting(place, _DRAFT, 0o600, clears=place not in cleared)
+            drafts.append(stack.enter_context(draft))
+            cleared.add(place)
         writing = [stack.enter_context(open(d.number, "wb", closefd=False)) for d in drafts]
         for place, line in enumerate(lines):
             writing[place % len(chunks)].write(line.rstrip(b"\r\n") + b"\n")

@@ -34,14 +34,17 @@ class Draft:
 
 
 @contextmanager
-def drafting(folder: Path, name: str, mode: int = 0o666) -> Generator[Draft]:
+def drafting(
+    folder: Path, name: str, mode: int = 0o666, *, clears: bool = True
+) -> Generator[Draft]:
     """A new file in the folder, which is made; gone afterwards unless it was renamed. Its rights
     are those of `mode` that the user's mask leaves.
 
-    What writers of this name have left that were killed is cleared. Raises OSError.
+    What writers of this name have left that were killed is cleared; not so by `clears=False`, for
+    whoever makes many and has just done it. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(f".{glob.escape(name)}.*.draft"):
+    for old in folder.glob(f".{glob.escape(name)}.*.draft") if clears else ():
         _clear(old)
     path = folder / f".{name}.{secrets.token_hex(8)}.draft"
     draft = Draft(path, create_locked(path, mode))

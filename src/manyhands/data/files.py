@@ -66,7 +66,10 @@ def as_file(source: Any) -> File:  # noqa: ANN401
         return Blob(LocalStore(os.path.abspath(path)), "", path.name)
     if hasattr(source, "open") and hasattr(source, "read_bytes"):
         return source
-    raise UsageError(f"a {type(source).__name__} is no file", hint="give a path or a blob")
+    raise UsageError(
+        f"a {type(source).__name__} is no file",
+        hint="give a path or a blob; of a data set, what its open() gives",
+    )
 
 
 def as_tree(source: Any) -> Tree:  # noqa: ANN401
@@ -82,7 +85,8 @@ def as_tree(source: Any) -> Tree:  # noqa: ANN401
     if hasattr(source, "walk") and hasattr(source, "__getitem__"):
         return source
     raise UsageError(
-        f"a {type(source).__name__} is no folder", hint="give the path of a folder, or a tree"
+        f"a {type(source).__name__} is no folder",
+        hint="give the path of a folder, or a tree; of a data set, what its open() gives",
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+import operator
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -245,14 +246,28 @@ def _solutions(
     return found
 
 
+def class_ids(classes: Iterable[int], most: str = "on") -> tuple[int, ...]:
+    """What a user gave for some classes, as ids. Raises UsageError for what are none; `most` is
+    where they end, in its hint.
+    """
+    try:
+        ids = tuple(map(operator.index, classes))
+    except TypeError:  # no list at all, or one of other things
+        ids = ()
+    if not ids:
+        raise UsageError(
+            f"classes={repr(classes)[:80]}", hint=f"ids from 0 {most}: range(200), or [3, 7]"
+        )
+    return ids
+
+
 def _wanted(classes: Iterable[int] | None, number: int) -> frozenset[int]:
     if classes is None:
         return frozenset(range(number))
-    wanted = frozenset(classes)
-    wrong = sorted(c for c in wanted if not 0 <= c < number)
-    if wrong or not wanted:
-        said = f"classes {wrong[:_SHOWN]} of {number}" if wrong else "no classes"
-        raise UsageError(said, hint=f"ids from 0 to {number - 1}")
+    most = f"to {number - 1}"
+    wanted = frozenset(class_ids(classes, most))
+    if wrong := sorted(c for c in wanted if not 0 <= c < number):
+        raise UsageError(f"classes {wrong[:_SHOWN]} of {number}", hint=f"ids from 0 {most}")
     return wanted
 
 

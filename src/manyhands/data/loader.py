@@ -27,7 +27,14 @@ from manyhands.core.errors import UsageError
 from manyhands.data.calendar import Calendar
 from manyhands.data.fetch import Request
 from manyhands.data.quarantine import Quarantine, Rules
-from manyhands.data.source import Source, Sourced, Workers, check_batch, check_dataset
+from manyhands.data.source import (
+    Source,
+    Sourced,
+    Workers,
+    check_batch,
+    check_dataset,
+    check_whole,
+)
 from manyhands.data.supply import supply_for
 from manyhands.data.table import BadSample
 
@@ -35,6 +42,7 @@ log = logging.getLogger(__name__)
 
 KINDS = ("thread", "process")
 _SLOTS = ("LOCAL_WORLD_SIZE", "MANYHANDS_LOCAL_PEERS")  # as torchrun and `manyhands run` say
+_CORES = "MANYHANDS_CORES"  # of a rank of a cluster that shares them with no other
 
 
 class Place(NamedTuple):
@@ -121,6 +129,9 @@ class Loader(Sourced):
         ("raise"), are left out ("skip"), or others take their place ("replace"); more than
         `max_bad` of them in an epoch end the loop too. `transform` is applied to every sample.
         """
+        workers, prefetch = check_whole("workers", workers), check_whole("prefetch", prefetch)
+        rank, world = check_whole("rank", rank), check_whole("world", world)
+        seed = check_whole("seed", seed)
         _check(workers, kind, prefetch, rank, world)
         rules = Rules(policy=bad, max_bad=max_bad)
         self._source = Source(
@@ -135,17 +146,18 @@ class Loader(Sourced):
             device=device,
             seed=seed,
         )
-        self._calendar = Calendar(self._source.size, batch_size, drop_last)
+        self._calendar = Calendar(self._source.size, self._source.batch, drop_last)
         self._world = world
         self._quarantine = Quarantine(rules)
         self._epoch = self._consumed = 0
         self._iteration = 0  # counts them: only the newest goes on
         self._begun = False  # an iteration has not come to its end
+        self._failed: tuple[Place | None, int] = (None, 0)  # the newest batch that did, how often
         self._course = Course(self._calendar, rank, world)
         self._guess = _Guess(self._course)
         self._expected: Place | None = None  # by the workers, who read ahead
         self._set_seed(seed)
-        self.dataset, self.batch_size = table, batch_size
+        self.dataset, self.batch_size = table, self._source.batch
         self.wait_s = 0.0
         """Seconds that the loop has waited for batches, so far."""
         self.weight = 0
@@ -177,14 +189,22 @@ class Loader(Sourced):
         return self._calendar.rounds_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """An epoch, which begins when its first batch is asked for."""
+        """An epoch, which begins when its first batch is asked for. After an error of reading the
+        next iteration goes on with the batch that failed, as `state_dict` says.
+        """
         if self._begun:  # and left: as with torch, what comes is another epoch
             self._epoch, self._consumed = self._epoch + 1, 0
         self._begun = True
         self._iteration += 1
         iteration = self._iteration
         while (place := self._course.at(self._epoch, self._consumed)) is not None:
-            batch, weight = self._read(place)
+            try:
+                batch, weight = self._read(place)
+            except BaseException as error:
+                self._begun = False  # this was not left: what is left of it comes next
+                if isinstance(error, Exception):
+                    self._warn_of_circle(place)
+                raise
             self._consumed, self.weight = place.stop, weight
             if weight or self._world > 1:
                 yield batch
@@ -194,6 +214,19 @@ class Loader(Sourced):
                     hint="one iteration at a time; make a second Loader for a second one",
                 )
         self._epoch, self._consumed, self._begun = self._epoch + 1, 0, False
+
+    def _warn_of_circle(self, place: Place) -> None:
+        """Who takes every error for one that passes comes back to the same batch for ever."""
+        failed, times = self._failed
+        self._failed = place, times + 1 if place == failed else 1
+        if self._failed[1] == 2:
+            log.warning(
+                "positions %d to %d of epoch %d have failed again: whoever goes on comes back to "
+                "them (bad='skip' leaves out those that cannot be read)",
+                place.start,
+                place.stop - 1,
+                place.epoch,
+            )
 
     def _read(self, place: Place) -> tuple[Any, int]:
         """The batch, and how many of it count. Its bad samples are met last, when nothing else can
@@ -305,15 +338,15 @@ def _check(workers: int, kind: str, prefetch: int, rank: int, world: int) -> Non
 def _warn_of_workers(workers: int, environ: Mapping[str, str]) -> None:
     """More of them than cores only take turns, and memory."""
     said = next((environ[name] for name in _SLOTS if environ.get(name, "").isdigit()), "1")
-    slots = max(1, int(said))
+    slots = 1 if environ.get(_CORES, "").isdigit() else max(1, int(said))
     # macOS knows no affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if workers and workers * slots > (cores or 1):
         log.warning(
-            "%d workers for each of %d processes here, and %d cores: they take turns, unless they "
+            "workers=%d in each of %d processes that share %d cores: they take turns, unless they "
             "mostly wait for a disk or a network (workers=%d would fit)",
             workers,
             slots,
             cores or 1,
-            max(1, (cores or 1) // slots),
+            (cores or 1) // slots,
         )

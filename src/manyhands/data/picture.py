@@ -55,6 +55,8 @@ def decode(data: bytes) -> Tensor:
             return _tensor(_upright(image, image_module))
     except MemoryError:
         raise
+    except image_module.UnidentifiedImageError as error:  # its text has an address in memory
+        raise NoPicture("it is no image of a format that Pillow knows") from error
     except Exception as error:  # each of its formats has errors of its own
         raise NoPicture(str(error) or type(error).__name__) from error
 

@@ -16,6 +16,7 @@ it is opened, so that one entry with a driver that is not here leaves the others
 
 from __future__ import annotations
 
+import logging
 import re
 import stat
 import tomllib
@@ -26,7 +27,10 @@ from typing import TypeVar, cast
 
 from manyhands.core.errors import RegistryError
 from manyhands.data import secret
+from manyhands.data.drivers import DRIVERS
 from manyhands.data.spec import name_problem
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 FILE_NAME = "Data.toml"
@@ -119,14 +123,16 @@ def make_project(config: Mapping[str, object], file: str = "data project") -> Pr
     if version is not None and not 0 <= version <= VERSION:
         newer = " (newer than this release reads)" if version > VERSION else ""
         check.problems.append(f"data_config_version: expected 0 or 1, got {version}{newer}")
+    own = {key: value for key, value in config.items() if key not in ("datasets", "drivers")}
+    _refuse_secrets(check, own, "", beside=True)
     tables = cast("list[object]", check.take(config, "datasets", list, FILE_NAME) or [])
     entries: dict[str, Entry] = {}
     for number, table in enumerate(tables, start=1):
         entry = _entry(check, table, number, VERSION if version is None else version, file)
         if entry is None:
             continue
-        if entry.name in entries:
-            check.problems.append(f"entry {number} ({entry.name!r}), name: is there twice")
+        if entry.name in entries:  # as in DataSets.jl
+            log.warning("%s: %r is there twice, and the last one counts", file, entry.name)
         entries[entry.name] = entry
     drivers = _drivers(check, config)
     if check.problems:
@@ -180,9 +186,14 @@ def _entry(check: _Check, table: object, number: int, version: int, file: str) -
     tags = cast("list[object]", check.typed(conf.get("tags", []), "tags", list, where) or [])
     for tag in tags:
         check.typed(tag, "tags", str, where)
+    own = {key: value for key, value in conf.items() if key != "storage"}
+    _refuse_secrets(check, own, f"{where}, ", beside=True)
     storage = cast("dict[str, object] | None", check.take(conf, "storage", dict, where))
     if storage is not None and check.take(storage, "driver", str, f"{where}, storage") is not None:
-        _refuse_secrets(check, storage, where)
+        # What is embedded are files, which may have any name; of others' drivers nobody knows.
+        embeds = storage["driver"] == "TomlDataStorage" or storage["driver"] not in DRIVERS
+        own = {key: value for key, value in storage.items() if not (embeds and key == "data")}
+        _refuse_secrets(check, own, f"{where}, storage.", beside=False)
     if len(check.problems) > known:
         return None
     assert name is not None
@@ -198,12 +209,11 @@ def _entry(check: _Check, table: object, number: int, version: int, file: str) -
     )
 
 
-def _refuse_secrets(check: _Check, storage: Mapping[str, object], where: str) -> None:
-    own = storage
-    if storage["driver"] == "TomlDataStorage":  # its data are files, which may have any name
-        own = {key: value for key, value in storage.items() if key != "data"}
-    for found in secret.secret_fields(own, "storage."):
-        check.problems.append(f"{where}, {found}: looks like a secret")
+def _refuse_secrets(
+    check: _Check, table: Mapping[str, object], where: str, *, beside: bool
+) -> None:
+    for found in secret.secret_fields(table, beside=beside):
+        check.problems.append(f"{where}{found}: looks like a secret")
         check.has_secrets = True
 
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 import gzip
 from typing import Any
 
+from torch.utils.data import (
+    default_collate,  # pyright: ignore[reportUnknownVariableType]
+)
+
 from manyhands.core.errors import ManyhandsError
 from manyhands.data.chance import Origin, begin_sample, end_sample, number_of
 from manyhands.data.fetch import Marks, Rows, seed_all
@@ -30,7 +34,10 @@ class Reader:
         self._transform, self._collate = source.transform, source.collate
         self._policy = (source.rules or Rules()).policy
         self._size, self._number = source.size, source.number
-        self._seeds = alone and _draws(source)
+        draws = _draws(source)
+        self._seeds = alone and draws
+        self.draws = draws or source.collate is not default_collate
+        """Whether to read may draw random numbers: whether something of the user's is called."""
 
     def read(self, marks: Marks) -> Rows:
         """What can be read of these. Raises what reading raised, and BadSample if that is the
@@ -107,9 +114,10 @@ class Reader:
 
 
 def _draws(source: Source) -> bool:
-    """Whether reading may draw random numbers. Of our own tables only a transform does."""
-    ours = type(source.dataset).__module__.startswith("manyhands.data.")
-    plain = ours and getattr(source.dataset, "transform", source.dataset) is None
+    """Whether a sample may draw random numbers. Of our own tables only what they call does."""
+    table = source.dataset
+    ours = type(table).__module__.startswith("manyhands.data.")
+    plain = ours and getattr(table, "transform", table) is None and not getattr(table, "calls", ())
     return source.transform is not None or not plain
 
 

@@ -48,14 +48,15 @@ class Records(ABC):
         index: str | os.PathLike[str] | None,
     ) -> None:
         self._file = as_file(source)
-        # Into the folders of a data set nothing is written, nor into those of a cache.
+        # Into the folders of a data set nothing is written, nor into those of a cache. Whole paths:
+        # a worker process may begin in another folder than this one.
         self._own: Path | None = None
         if isinstance(source, str | os.PathLike) and not is_url(cast("object", source)):
-            self._own = Path(cast("str", source))
+            self._own = Path(os.path.abspath(cast("str", source)))
         self.place = self._file.place
         """Where the file is, as messages say it."""
         self.transform = transform
-        self._index_path = None if index is None else Path(index)
+        self._index_path = None if index is None else Path(os.path.abspath(index))
         self._sequential = self._file.name.lower().endswith(".gz")
         self._expected: Fingerprint | None = None
         self._opening = threading.Lock()
@@ -74,7 +75,9 @@ class Records(ABC):
     def __len__(self) -> int:
         return len(self._open().index)
 
-    def __getitem__(self, index: int) -> Any:  # noqa: ANN401
+    def __getitem__(self, index: int | slice) -> Any:  # noqa: ANN401
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
         opened = self._open()
         sample = range(len(opened.index))[index]
         start, stop = opened.index.span(sample)

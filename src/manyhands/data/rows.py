@@ -61,6 +61,11 @@ class CsvTable(Records):
             )
         self._turns = self._by_column(types or {})
 
+    @property
+    def calls(self) -> bool:
+        """Whether a function of the user's turns a column."""
+        return any(turn not in (None, int, float, str, _to_bool) for turn in self._turns)
+
     def scan(self, lines: Iterable[bytes]) -> Iterator[Found]:
         found = self._split(lines)
         if self._headed:

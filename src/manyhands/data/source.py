@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -178,14 +179,25 @@ def check_dataset(dataset: Any) -> Any:  # noqa: ANN401
     return dataset
 
 
+def check_whole(name: str, value: object) -> int:
+    """A plain int, of numpy's too: a state has what JSON has. Raises UsageError."""
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise UsageError(
+            f"{name}={value!r}", hint="a whole number (256 // 2 is one, 256 / 2 is none)"
+        ) from None
+
+
 def check_batch(batch: int) -> int:
     """It, if it is one. Raises UsageError."""
+    batch = check_whole("batch_size", batch)
     if batch < 1:
         raise UsageError(f"a global batch of {batch} samples", hint="at least one")
     return batch
 
 
 def _unbatched(data: Any) -> str:  # noqa: ANN401
-    if type(data.batch_sampler).__name__ == "BatchSampler" or data.batch_sampler is None:
+    if data.batch_sampler is None:
         return "a DataLoader with batch_size=None"
     return f"a DataLoader whose batches a {type(data.batch_sampler).__name__} makes up"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,7 +288,11 @@ class UrlStore:
         with named(what):
             system, path = self._at(key)
             raw = system.open(path, "rb")
-        return cast("BinaryIO", io.BufferedReader(_Reader(raw, what), 1 << 17))
+        # Those that work by a loop of their own are good for any thread; the files of others may
+        # share a connection, or a position. A file may be of another system than the one asked.
+        ranged = getattr(getattr(raw, "fs", None), "async_impl", False)
+        fetch = getattr(raw, "_fetch_range", None) if ranged else None
+        return cast("BinaryIO", io.BufferedReader(_Reader(raw, what, fetch), 1 << 17))
 
     def size(self, key: str) -> int:
         with named(f"{self.place(key)} cannot be looked at"):
@@ -348,10 +352,20 @@ def _kind(info: Mapping[str, Any]) -> Kind:
 
 
 class _Reader(io.RawIOBase):
-    """A file behind a URL; what goes wrong with it says which file it was."""
+    """A file behind a URL; what goes wrong with it says which file it was.
 
-    def __init__(self, raw: Any, what: str) -> None:  # noqa: ANN401
-        self._raw, self._what = raw, what
+    `ranged(start, stop)` gives so many bytes and no more: of the file that was opened where its
+    system sees to that, as S3's does; else of what lies there by then. To `read` is to read ahead
+    too, as the file system likes: 50 MB of a bucket.
+    """
+
+    def __init__(
+        self,
+        raw: Any,  # noqa: ANN401
+        what: str,
+        ranged: Callable[[int, int], bytes] | None,
+    ) -> None:
+        self._raw, self._what, self._ranged = raw, what, ranged
         self.size: int | None = getattr(raw, "size", None)
 
     def readable(self) -> bool:
@@ -365,6 +379,19 @@ class _Reader(io.RawIOBase):
             data = self._raw.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+    @property
+    def fetch(self) -> Callable[[int, int], bytes] | None:
+        """Without a position; from any thread."""
+        ranged, what = self._ranged, self._what
+        if ranged is None:
+            return None
+
+        def fetch(start: int, stop: int) -> bytes:
+            with named(what):
+                return ranged(start, stop)
+
+        return fetch
 
     def seek(self, offset: int, whence: int = 0) -> int:
         with named(self._what):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from manyhands.data.child import Child
@@ -72,7 +73,8 @@ class Direct(_Spare):
 
     def read(self, request: Request) -> Rows:
         """Its samples. The user's generators are left alone."""
-        with generators_kept():
+        # To keep them costs as much as to read a few samples.
+        with generators_kept() if self._reader.draws else nullcontext():
             rows = self._reader.read(self._spots.marks(request))
         return rows._replace(batch=_moved(self._courier, rows.batch))
 

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -38,8 +39,17 @@ if torch.cuda.is_available():
 if torch.backends.mps.is_available():
     devices.append({"device": "mps", "name": "Apple GPU"})
 print(json.dumps({"version": torch.__version__, "cuda_build": torch.version.cuda,
-                  "threads": torch.get_num_threads(), "devices": devices}))
+                  "threads": torch.get_num_threads(), "devices": devices}), flush=True)
+a = torch.ones(64, 64, dtype=torch.bfloat16)
+torch.nn.functional.linear(a, a)  # the instructions that a processor may have in name only
 """
+
+TRAPS = problem(
+    "processor",
+    "a product of bf16 matrices ends a process: this machine says that it has instructions (AMX, "
+    "as a rule) which it does not let programs use",
+    "for every program that trains here: export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16",
+)
 
 
 class Requirement(NamedTuple):
@@ -147,8 +157,10 @@ def check_torch(limit_s: float, *, python: str = sys.executable) -> Outcome[obje
             check=False,
             stdin=subprocess.DEVNULL,
         )
-        if done.returncode == 0:
-            return Outcome(findings=judge_torch(cast("dict[str, object]", json.loads(done.stdout))))
+        traps = done.returncode == -signal.SIGILL and bool(done.stdout)
+        if done.returncode == 0 or traps:
+            said = judge_torch(cast("dict[str, object]", json.loads(done.stdout)))
+            return Outcome(findings=(*said, TRAPS) if traps else said)
         last = (done.stderr.strip() or f"it ended with code {done.returncode}").splitlines()[-1]
         remedy = "type: python -m pip install --force-reinstall torch"
         finding = problem("torch", f"it cannot be imported: {last}", remedy)

@@ -31,7 +31,7 @@ from typing import Protocol, Self
 from manyhands.core.address import Address, AmqpAddress, HubAddress, LocalAddress
 from manyhands.core.errors import AddressError
 from manyhands.core.peers import PEER_NAME_HINT, PeerId, View, is_peer_name
-from manyhands.core.settings import find_meeting_point
+from manyhands.core.settings import OUTAGE_S, find_meeting_point, find_outage
 from manyhands.links.messages import Gone, Leaving, Ready, Resign, Terms
 from manyhands.wire.frames import Buffer
 
@@ -69,7 +69,7 @@ class LinkSettings:
     """Leases, windows and sizes, for the case that this peer opens the run; else the run's hold."""
     connect_s: float = 5.0
     """For dialling, TLS and the handshake together."""
-    outage_s: float = 60.0
+    outage_s: float = OUTAGE_S
     """How long to look for a meeting point that has gone away."""
 
 
@@ -178,7 +178,8 @@ def open_link(
             f"{point.address} names no run",
             hint="add ?run=NAME to it, pass run=, or set MANYHANDS_RUN",
         )
-    return dial(point.address, new_peer(point.name), settings or LinkSettings(), place)
+    settings = settings or LinkSettings(outage_s=find_outage(os.environ))
+    return dial(point.address, new_peer(point.name), settings, place)
 
 
 def dial(address: Address, me: PeerId, settings: LinkSettings, place: Place | None = None) -> Link:

@@ -1,11 +1,12 @@
-"""Dialling a hub: TCP, TLS with the pinned certificate, and the greeting, within one deadline."""
+"""Dialling a hub: its door on this machine, or TCP and TLS with the pinned certificate; then the
+greeting, within one deadline."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import threading
-import time
+from threading import Timer
+from time import monotonic
 
 from manyhands._version import __version__
 from manyhands.core.address import HubAddress, host_port, is_loopback
@@ -18,6 +19,7 @@ from manyhands.core.errors import (
     WireError,
 )
 from manyhands.core.peers import PeerId
+from manyhands.links.door import knock
 from manyhands.links.messages import (
     HEADER_BYTES,
     SCHEMA,
@@ -31,6 +33,11 @@ from manyhands.links.messages import (
 from manyhands.links.stream import Stream
 from manyhands.links.tls import check_pin, wrap_client
 from manyhands.wire.frames import FrameReader, Limits
+
+DOOR_S = 0.5
+"""For the hub to answer at its door. Somebody else may have taken its name, and say nothing: that
+costs every dial so much. A hub that is too busy to answer is dialled by TCP.
+"""
 
 
 def check_security(address: HubAddress) -> None:
@@ -70,16 +77,17 @@ class Dialler:
 
     def greet(self, terms: Terms, back: Return | None) -> tuple[Stream, FrameReader, Welcome]:
         """Connect and say Hello. Raises Refused, Excluded, LinkBroken, LinkTimeout."""
-        deadline = time.monotonic() + self._connect_s
         where = self.where
         stream: Stream | None = None
         try:
-            sock = self._connect(where)
+            by_door = knock(self._address, min(DOOR_S, self._connect_s / 2))
+            deadline = monotonic() + self._connect_s  # whoever has the door takes nothing of it
+            sock = by_door or self._connect(where)
             stream = self._stream = Stream(sock)
             if self._stopped:
                 stream.close()
             # Nothing in a handshake may outlast its deadline, whatever the far side does.
-            timer = threading.Timer(max(0.0, deadline - time.monotonic()), stream.close)
+            timer = Timer(max(0.0, deadline - monotonic()), stream.close)
             timer.start()
             try:
                 return self._hello(stream, where, terms, back)

@@ -42,6 +42,7 @@ from manyhands.core.errors import (
 )
 from manyhands.core.peers import PEER_NAME_HINT, PeerId, is_peer_name
 from manyhands.links import arbiter
+from manyhands.links.door import Porter, is_by_door, open_doors, whence
 from manyhands.links.journal import Journal
 from manyhands.links.memory import Memory
 from manyhands.links.messages import (
@@ -83,6 +84,8 @@ class Hub:
     """A running hub. `address` is where peers find it; `address.code()` is the join code.
 
     `near` is for peers on this machine: an advertised address may lead there from outside only.
+    With `door` these come in by a Unix socket (`links/door.py`): no TLS, half the kernel's work. An
+    insecure hub has none: it could not show which hub it is.
     `exposed`: an insecure hub beyond loopback, for a network that is all yours.
     """
 
@@ -94,6 +97,7 @@ class Hub:
         state: Path | None = None,
         insecure: bool = False,
         exposed: bool = False,
+        door: bool = True,
         runs: frozenset[str] | None = None,
         limits: HubLimits | None = None,
     ) -> None:
@@ -114,6 +118,7 @@ class Hub:
             if insecure
             else server_context(self._journal.key_pem, self._journal.certificate_pem)
         )
+        self._porter = Porter(self._journal.key_pem, self._journal.certificate_pem)
         self._lock = threading.Lock()
         self._rooms: dict[str, Room] = {}
         self._sessions: dict[int, Session] = {}
@@ -124,11 +129,11 @@ class Hub:
         self._closing = threading.Event()
         shown = advertise or _reachable(host)
         try:
-            self._listener = _listen(host, port)
+            front = _listen(host, port)
         except LinkBroken:
             self._journal.close()
             raise
-        bound = self._listener.getsockname()[1]
+        bound = front.getsockname()[1]
         shown_host, shown_port = split_host_port(shown, bound)
         self.address = HubAddress(
             host=shown_host,
@@ -139,7 +144,10 @@ class Hub:
             exposed=insecure and exposed,
         )
         self.near = replace(self.address, host=_nearby(host), port=bound)
-        self._spawn(self._accept, "hub accept")
+        doors = () if insecure or not door else open_doors((self.near, self.address))
+        self._listeners = (front, *doors)
+        for listener in self._listeners:
+            self._spawn(partial(self._accept, listener), "hub accept")
         self._spawn(self._tick, "hub tick")
 
     def __enter__(self) -> Self:
@@ -161,8 +169,8 @@ class Hub:
         """Stop. Peers see their connection end and look for a restarted hub. Idempotent."""
         self._closing.set()
         self._budget.wake()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        for listener in self._listeners:
+            _shut(listener)
         with self._lock:
             sessions = list(self._sessions.values())
             waiting = list(self._handshakes)
@@ -177,15 +185,16 @@ class Hub:
                 break
             for thread in threads:
                 thread.join()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._journal.close()
 
     # -- connections ----------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while not self._closing.is_set():
             try:
-                sock, where = self._listener.accept()
+                sock, where = listener.accept()
             except OSError:
                 if self._closing.is_set():
                     return
@@ -202,8 +211,8 @@ class Hub:
                 log.warning("a connection was turned away: too many that have not said Hello")
                 sock.close()
             else:
-                work = partial(self._serve, sock, where[:2])
-                self._spawn(work, "hub connection")
+                where = whence(sock) if is_by_door(sock) else where[:2]
+                self._spawn(partial(self._serve, sock, where), "hub connection")
 
     def _serve(self, raw: socket.socket, where: tuple[str, int]) -> None:
         """One connection, from its first byte to its last."""
@@ -214,7 +223,9 @@ class Hub:
                 _shut(raw)  # `close` may have looked for it before it was there
             if not _speaks(raw):
                 return self._log_silence(raw, where)
-            if self._tls is not None:
+            if is_by_door(raw):
+                self._porter.answer(raw)
+            elif self._tls is not None:
                 sock = self._secure(raw, self._tls)
                 sock.do_handshake()
             stream = Stream(sock)

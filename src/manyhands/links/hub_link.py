@@ -24,9 +24,7 @@ from manyhands.core.errors import (
     LinkError,
     LinkTimeout,
     ManyhandsError,
-    Refused,
     Truncated,
-    WireError,
 )
 from manyhands.core.peers import NO_VIEW, PeerId, PeerState, View
 from manyhands.links.base import LinkSettings, Place
@@ -48,6 +46,7 @@ from manyhands.links.messages import (
     Terms,
     Welcome,
 )
+from manyhands.links.passing import passes
 from manyhands.links.session import ACK_BYTES
 from manyhands.links.stream import Stream
 from manyhands.wire.frames import Buffer, FrameReader, Prefix, payload_size
@@ -360,8 +359,8 @@ class HubCarrier:
             back = Return(self._session, self._num_received, self._view, self._state)
             try:
                 stream, reader, welcome = self._dialler.greet(self._terms, back)
-            except (LinkBroken, WireError, Refused) as error:
-                if isinstance(error, Refused) and error.code != "closing":
+            except ManyhandsError as error:
+                if not passes(error):
                     raise
                 if time.monotonic() > give_up:
                     raise LinkBroken(

@@ -1,4 +1,4 @@
-"""Byte streams: a TCP or TLS socket that one thread reads while others write.
+"""Byte streams: a TCP, TLS or Unix socket that one thread reads while others write.
 
 OpenSSL forbids two threads inside one connection, and CPython's own answers to that differ by
 version (some hold a lock across a blocking read, so that a writer waits for the next arrival).
@@ -54,13 +54,20 @@ class Stream:
         self._unsent = 0  # bytes that the kernel may hold before it counts as full
         self.heard_s = time.monotonic()  # when the last byte arrived
         self.bytes_sent = 0
-        with contextlib.suppress(OSError):  # not a TCP socket (a socketpair in a test)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-                self._limit_unsent(_UNSENT_SLOW)
+        if sock.family == socket.AF_UNIX:
+            # Nothing is on a network here. The system may allow less.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT_FAST)
+        else:
+            with contextlib.suppress(OSError):  # reset before it was ours
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+                    self._limit_unsent(_UNSENT_SLOW)
+        # For the reader and for whoever writes: two threads may not ask one of them at a time.
         self._readable, self._writable = select.poll(), select.poll()
+        self._writable_to_reader = select.poll()
         self._readable.register(sock, select.POLLIN)
-        self._writable.register(sock, select.POLLOUT)
+        for writable in (self._writable_to_reader, self._writable):
+            writable.register(sock, select.POLLOUT)
 
     def recv_into(self, target: memoryview) -> int:
         """At least one byte into `target`; 0 when the connection has ended, however it ended."""
@@ -80,8 +87,8 @@ class Stream:
                 pass  # _READ_S without a byte
             except ssl.SSLWantReadError:
                 self._readable.poll()
-            except ssl.SSLWantWriteError:
-                self._writable.poll()
+            except ssl.SSLWantWriteError:  # new keys: TLS has something to say itself
+                self._writable_to_reader.poll()
             except (OSError, ValueError):  # ValueError: closed under us
                 return 0
             if self._closed:
@@ -126,12 +133,14 @@ class Stream:
             return left
 
     def send_now(self, buffers: Sequence[Buffer], *, wait_s: float = 0.0) -> bool:
-        """Write a few bytes if the network takes them now; False if it does not, or if others
-        keep on writing for `wait_s`."""
+        """Write a few bytes if the network takes them within `wait_s`; False if it does not, or if
+        others keep on writing."""
+        deadline = time.monotonic() + wait_s
         if not self._write_lock.acquire(timeout=wait_s):
             return False
         try:
-            if not self._writable.poll(0):
+            # A Unix socket has room again when three quarters of it have been read.
+            if not self._writable.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 return False
             self._send(buffers, None)
             return True

@@ -9,11 +9,13 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from manyhands.core.errors import UsageError
-from manyhands.observe import wandb
+from manyhands.observe import tensorboard, wandb
 from manyhands.observe.base import Logger, Steps, plain
 from manyhands.observe.console import Records
 
@@ -24,8 +26,12 @@ _TAKEN = (
 )
 
 
-def adapt(thing: Any) -> Logger:  # noqa: ANN401
+def adapt(thing: Any, *, last: int | None = None) -> Logger:  # noqa: ANN401
     """A logger for it: itself, if it is one. Raises UsageError for what is none of these.
+
+    What is made into one gets no step twice. Of a place that outlives the process, only its owner
+    knows up to which step it has rows already: the `last` one, after which others are sent. That of
+    a SummaryWriter is found in its folder.
 
     In this order: a logger; one of Python's logging; a SummaryWriter (`add_scalar`); a run of
     wandb; anything with `log(dict, step=...)`; a callable of (dict, step).
@@ -39,17 +45,18 @@ def adapt(thing: Any) -> Logger:  # noqa: ANN401
     if isinstance(thing, logging.Logger):
         return Records(thing)
     if callable(getattr(thing, "add_scalar", None)):
-        return _Writer(thing)
+        return _Writer(thing, last)
+    last = -1 if last is None else last
     log = getattr(thing, "log", None)
     if callable(log) and callable(getattr(thing, "define_metric", None)):
         return wandb.Rows(_run_of(thing))
     if callable(log) and _takes(log, {}, step=0):
-        return _Log(thing)
+        return _Log(thing, last)
     if callable(thing):
         if _takes(thing, {}, 0):
-            return _Adapted(thing)
+            return _Adapted(thing, last)
         if _takes(thing, {}, step=0):
-            return _Adapted(lambda metrics, step: thing(metrics, step=step))
+            return _Adapted(lambda metrics, step: thing(metrics, step=step), last)
         raise UsageError(f"{thing!r} cannot be called with (dict, step)", hint=f"pass {_TAKEN}")
     raise UsageError(f"a {type(thing).__name__} is no logger", hint=f"pass {_TAKEN}")
 
@@ -75,9 +82,9 @@ def _takes(call: Callable[..., object], *arguments: object, **named: object) -> 
 class _Adapted:
     """What gets its rows by a function. No step goes back, and hyperparameters go nowhere."""
 
-    def __init__(self, send: Callable[[dict[str, float], int], object]) -> None:
+    def __init__(self, send: Callable[[dict[str, float], int], object], last: int) -> None:
         self._send = send
-        self._steps = Steps()
+        self._steps = Steps(last)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if self._steps.is_new(step):
@@ -93,9 +100,19 @@ class _Adapted:
 class _Writer(_Adapted):
     """A SummaryWriter of torch or of tensorboardX."""
 
-    def __init__(self, writer: Any) -> None:  # noqa: ANN401
-        super().__init__(self._add)
-        self._writer = writer
+    def __init__(self, writer: Any, last: int | None) -> None:  # noqa: ANN401
+        super().__init__(self._add, -1 if last is None else last)
+        self._writer, self._looked = writer, last is not None
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if not self._looked:
+            self._looked = True
+            # Of these names alone: what else is logged with the writer has steps of its own.
+            folder = getattr(self._writer, "log_dir", None) or getattr(self._writer, "logdir", None)
+            if isinstance(folder, str) and find_spec("tensorboard") is not None:
+                last = tensorboard.last_step(Path(folder), metrics.keys())
+                self._steps = Steps(last, there=folder)
+        super().log_metrics(metrics, step)
 
     def _add(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -113,8 +130,8 @@ class _Writer(_Adapted):
 class _Log(_Adapted):
     """Anything with `log(dict, step=...)`; with a `config` that can be updated, the better."""
 
-    def __init__(self, thing: Any) -> None:  # noqa: ANN401
-        super().__init__(lambda metrics, step: thing.log(metrics, step=step))
+    def __init__(self, thing: Any, last: int) -> None:  # noqa: ANN401
+        super().__init__(lambda metrics, step: thing.log(metrics, step=step), last)
         self._thing = thing
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:

@@ -7,6 +7,7 @@ fast it was ("perf/samples_per_s"); the last one of an epoch has also its means 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from importlib import import_module
@@ -14,6 +15,8 @@ from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 from manyhands.core.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 SUCCESS, FAILED = "success", "failed"
 """What `finalize` is told, in Lightning's words."""
@@ -68,14 +71,27 @@ def load(module: str) -> Any:  # noqa: ANN401  (what it has no strict types for)
 
 
 class Steps:
-    """Lets no step go back. For places that cannot take a row out again."""
+    """Lets no step go back. For places that cannot take a row out again.
 
-    def __init__(self, last: int = -1) -> None:
-        self.last = last
+    `there` says in words where rows up to `last` are already: the first step among them is warned
+    about, since another training that goes there from its beginning would be left out in silence.
+    """
+
+    def __init__(self, last: int = -1, *, there: str | None = None) -> None:
+        self.last = self._found = last
+        self._there = there
 
     def is_new(self, step: int) -> bool:
         """Whether it comes after all that were new before. If so, it is the last one now."""
         if step <= self.last:
+            if self._there is not None and step <= self._found:
+                log.warning(
+                    "%s has rows up to step %d, which stay as they are: what comes for these steps "
+                    "is left out. A training that was resumed goes on after them; give another one "
+                    "a place of its own",
+                    *(self._there, self._found),
+                )
+                self._there = None
             return False
         self.last = step
         return True

@@ -49,7 +49,7 @@ class Desk:
     def __init__(
         self, loggers: Iterable[object], *, most: int = MOST, end_s: float = END_S
     ) -> None:
-        self._clerks = [_Clerk(adapt(logger), most) for logger in loggers]
+        self._clerks = [_Clerk(adapt(logger), _name_of(logger), most) for logger in loggers]
         self._end_s = end_s
         self.ended = False
         """Whether it was finalized: what comes now is dropped."""
@@ -115,12 +115,17 @@ class _Item:
     step: int | None  # None: hyperparameters
 
 
+def _name_of(logger: object) -> str:
+    """As its user knows it: a function or a module by its name, others by their class's."""
+    name = getattr(logger, "__name__", None)
+    return name if isinstance(name, str) else type(logger).__name__
+
+
 class _Clerk:
     """The thread of one logger. It begins with the first thing there is to do."""
 
-    def __init__(self, logger: Logger, most: int) -> None:
-        self.logger, self._most = logger, most
-        self._name = type(logger).__name__
+    def __init__(self, logger: Logger, name: str, most: int) -> None:
+        self.logger, self._name, self._most = logger, name, most
         self._changed = threading.Condition()
         self._waiting: deque[_Item] = deque()
         self._under_way: _Item | None = None
@@ -194,7 +199,8 @@ class _Clerk:
     def _try(self, item: _Item | None) -> None:
         try:
             self._do(item)
-        except Exception as error:  # noqa: BLE001  (a logger is anybody's code; it is counted)
+        # A logger is anybody's code. What would end a program ends no thread of ours either.
+        except BaseException as error:  # noqa: BLE001
             with self._changed:
                 self._failed += 1
                 first = self._failed == 1

@@ -1,8 +1,9 @@
 """Files: a row for every step, as JSON lines or as CSV. In either, each step is there once.
 
 A file is opened with the first row, and rows from that step on are cut off: a run that is resumed
-writes over what it redoes, one that is begun anew over everything. Hyperparameters go to a file
-beside it: NAME.hyperparams.json.
+writes over what it redoes. One that is begun anew writes over all from its first row on: if others
+before it logged earlier steps, give it another file. Hyperparameters go to a file beside it:
+NAME.hyperparams.json.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class JsonLines:
         self._last = -1
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        _refuse_step(metrics)
         if self._file is None or step <= self._last:
             self._close()
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,6 +101,11 @@ def _step_in(line: bytes, place: str) -> int:
     raise _refused(place)
 
 
+def _refuse_step(metrics: Mapping[str, float]) -> None:
+    if _STEP in metrics:
+        raise UsageError(f"a value is called {_STEP!r}", hint="that is the step's own column")
+
+
 def _refused(place: str) -> UsageError:
     return UsageError(f"{place} is not of a run's steps", hint="log to another file, or remove it")
 
@@ -118,8 +125,7 @@ class Csv:
         self._last = -1
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        if _STEP in metrics:
-            raise UsageError(f"a value is called {_STEP!r}", hint="that is the step's own column")
+        _refuse_step(metrics)
         new = [name for name in metrics if name not in self._columns]
         if self._file is None or step <= self._last or new:
             self._open_before(step, list(metrics))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class TensorBoard:
     def _open(self) -> Any:  # noqa: ANN401
         if self._writer is None:
             files = load("tensorboard.summary.writer.event_file_writer")
-            self._steps = Steps(last_step(self._folder))
+            self._steps = Steps(last_step(self._folder), there=str(self._folder))
             self._writer = files.EventFileWriter(str(self._folder))
         return self._writer
 
@@ -56,16 +56,18 @@ class TensorBoard:
         writer.flush()  # this thread is the logger's own, and a killed process loses nothing
 
 
-def last_step(folder: Path) -> int:
-    """The last one in the event files of a folder; -1 if there is none."""
-    return max((step for file in folder.glob(_FILES) for step in _steps_in(file)), default=-1)
+def last_step(folder: Path, names: Container[str] | None = None) -> int:
+    """The last one in the event files of a folder, with a value of these names; -1: none."""
+    files = folder.glob(_FILES)
+    return max((step for file in files for step in _steps_in(file, names)), default=-1)
 
 
-def _steps_in(file: Path) -> Iterator[int]:
+def _steps_in(file: Path, names: Container[str] | None) -> Iterator[int]:
     """Those of rows. A file that ends in the middle of one, as a killed process leaves it, ends
     there.
     """
     reader = load("tensorboard.backend.event_processing.event_file_loader")
     for event in reader.LegacyEventFileLoader(str(file)).Load():
-        if any(value.HasField("simple_value") for value in event.summary.value):
+        values = (value for value in event.summary.value if value.HasField("simple_value"))
+        if any(names is None or value.tag in names for value in values):
             yield event.step

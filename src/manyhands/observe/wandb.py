@@ -77,7 +77,7 @@ class Rows:
         known = run.summary.get(_AXIS)  # of one that was resumed, as the server has it
         there = int(known) if isinstance(known, int | float) else -1
         here = last_step(Path(run.settings.wandb_dir), run.id, _AXIS)
-        self._steps = Steps(max(there, here))
+        self._steps = Steps(max(there, here), there=f"run {run.id} of wandb")
         self._defined: set[str] = set()
         run.define_metric(_AXIS, hidden=True)
 

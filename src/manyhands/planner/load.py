@@ -186,5 +186,7 @@ def table(
 
 
 def mib(num_bytes: int) -> str:
-    """Bytes in MiB, without the unit."""
-    return f"{num_bytes / (1 << 20):.1f}"
+    """Bytes in MiB, without the unit; as many digits as it takes to see that there are some."""
+    exact = num_bytes / (1 << 20)
+    digits = next((d for d in range(1, 6) if not num_bytes or round(exact, d)), 6)
+    return f"{exact:.{digits}f}"

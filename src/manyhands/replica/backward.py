@@ -39,6 +39,8 @@ class Backward:
         self._begun, self._done = begun, done
         self._lock = threading.Lock()  # gradients of several devices come in several threads
         self._running = self._touched = False
+        self.accumulated = False
+        """A backward was done under `no_sync`. Whoever waits for the last one takes it back."""
         self._quiet = 0
         self._nodes = [get_gradient_edge(p).node for p in parameters]  # hooks live as long as these
         self._handles: list[RemovableHandle] = [
@@ -94,7 +96,9 @@ class Backward:
     def _finish(self) -> None:
         touched = self._touched
         self.reset()
-        if touched and not self._quiet:
+        if touched and self._quiet:
+            self.accumulated = True
+        elif touched:
             self._done()
 
 

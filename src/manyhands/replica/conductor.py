@@ -36,14 +36,23 @@ from manyhands.collectives.messages import Record, Snapshot
 from manyhands.collectives.outcomes import Committed, Outcome, Stopped, Task
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.rounds import Rounds
-from manyhands.core.errors import Excluded, LinkError, LinkTimeout, ManyhandsError, UsageError
+from manyhands.core.errors import (
+    Excluded,
+    LinkError,
+    LinkTimeout,
+    ManyhandsError,
+    UsageError,
+)
 from manyhands.core.peers import PeerState
+from manyhands.links.passing import passes
 from manyhands.replica.agenda import Agenda
+from manyhands.replica.cap import Cap
 from manyhands.replica.openings import Openings, opened_chain
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0  # how often a wait looks around; what is waited for wakes it
+_AGAIN_S = 0.5  # between two attempts to come back to a meeting point that cannot be reached
 
 AGAIN = (StopReason.EXCLUDED, StopReason.SENT_BACK)
 Event = Retry | Lost | Settled | Generation | Stable | DropState | Stopped
@@ -99,14 +108,16 @@ class Base:
         """Whether it is the one that waits for others."""
         return self.openings.is_gathering(self._bare(number))
 
-    def open(self) -> Base:
-        """A run may start from here. Nobody has another state yet that would need a re-sync."""
+    def open(self, about: bytes) -> Base:
+        """A run may start from here, of what `about` is a digest of. Nobody has another state yet
+        that would need a re-sync.
+        """
         record = self.record
         if record is not None and record.resync:
             before = record.num_resyncs - 1
             record = msgspec.structs.replace(record, resync=False, num_resyncs=before)
         openings = self.openings.opened(self._bare(self.applied))
-        return Base(self.applied, opened_chain(self.chain), record, openings)
+        return Base(self.applied, opened_chain(self.chain, about), record, openings)
 
 
 @dataclass
@@ -117,7 +128,8 @@ class Conductor:
     `look` is called whenever there is time, `between` when the state is the one after so many
     rounds: between two bodies. `enough`: so many follow that the first round with samples may
     begin, for which this peer waits `gather_s` at most. `nothing` is a contribution that counts
-    nothing. `offers`: this peer has a state that a run may start from.
+    nothing. `cap`: of passes that train. `offers`: this peer has a state that a run may start from.
+    `outage_s`: so long a meeting point is looked for that cannot be reached when it comes back.
     """
 
     connect: Callable[[], Rounds]
@@ -129,8 +141,10 @@ class Conductor:
     nothing: Sequence[Tensor]
     base: Base
     agenda: Agenda
+    cap: Cap
     gather_s: float
     offers: bool = True
+    outage_s: float = 60.0
     over: bool = False
     _rounds: Rounds | None = None
     _todo: deque[Turn] = field(default_factory=deque[Turn])
@@ -139,6 +153,8 @@ class Conductor:
     _speed: int = 0
     healing: bool = False
     """The state of this peer is not the run's, and others shall not have it."""
+    left_outside: bool = False
+    """It was put out, and asked to leave before it was back: others may have gone on."""
 
     @property
     def rounds(self) -> Rounds:
@@ -146,11 +162,15 @@ class Conductor:
         assert self._rounds is not None, "begin first"
         return self._rounds
 
-    def begin(self, wait: Callable[[Rounds], None]) -> None:
-        """Join, and offer the state once `wait` has returned."""
+    def begin(self, wait: Callable[[Rounds], bool]) -> None:
+        """Join, and offer the state once `wait` has returned; if it says so. Else it was asked to
+        leave, and nobody knows it.
+        """
         self._rounds = self.connect()
-        wait(self._rounds)
-        self._offer()
+        if wait(self._rounds):
+            self._offer()
+        else:
+            self.over = True
 
     def measure_speed(self, speed: int) -> None:
         """Shares follow it, also after an exclusion."""
@@ -292,10 +312,7 @@ class Conductor:
     # -- outcomes -------------------------------------------------------------------------------
 
     def _next(self) -> Outcome:
-        if self._pending is not None:
-            outcome, self._pending = self._pending, None
-            return outcome
-        while True:
+        while self._pending is None:
             try:
                 return self.rounds.next(_TICK_S)
             except LinkTimeout:
@@ -306,9 +323,14 @@ class Conductor:
                         self._offer()
                 if not self.offers and self.rounds.outlook.must_start:
                     self._rejoin()  # behind those who can
+        outcome, self._pending = self._pending, None
+        return outcome
 
     def _plan(self, task: Task) -> None:
-        most = self.agenda.most_of(self.base.count(task.round))
+        count = self.base.count(task.round)
+        most = self.agenda.most_of(count)
+        if not self.agenda.evaluates(count):
+            most = min(most, self.cap.most(len(task.ranges)))
         pieces = task.ranges.pieces([most] * -(-len(task.ranges) // most))
         self._todo.extend(self._turn(task.round, piece, task) for piece in pieces)
         self._todo[-1].last = True
@@ -335,6 +357,11 @@ class Conductor:
             while not (self._leaving or self.enough(self.rounds) or time.monotonic() > end_s):
                 if not self._pause():
                     break
+            if time.monotonic() > end_s and not self.enough(self.rounds):
+                log.warning(
+                    "after %g s the run begins without some of its peers, which may still come in",
+                    self.gather_s,
+                )
         self.rounds.contribute(task, self.nothing, weight=0.0)
 
     def _pause(self) -> bool:
@@ -363,15 +390,30 @@ class Conductor:
         raise last.error or ManyhandsError(last.text)
 
     def _rejoin(self) -> None:
-        """As a new incarnation, with the state of the last round that was applied here, if any."""
+        """As a new incarnation, with the state of the last round that was applied here, if any.
+
+        A meeting point that has gone away is looked for as long as by a link that breaks. Who is
+        asked to leave meanwhile is outside already.
+        """
         self._todo.clear()
         self.rounds.close()
+        give_up_s = time.monotonic() + self.outage_s
         while True:
             try:
                 self._rounds = self.connect()
                 break
             except Excluded as error:  # again, before it had come in
                 log.warning("could not come back yet: %s", error)
+            except ManyhandsError as error:
+                if not passes(error) or time.monotonic() > give_up_s:
+                    raise
+                log.warning("could not come back yet: %s", error)
+                time.sleep(_AGAIN_S)
+            self.look()
+            if self._leaving:
+                self.left_outside = True
+                self._pending = Stopped(StopReason.LEFT, "asked to leave while it was outside")
+                return
         if self._speed:
             self.rounds.measure_speed(self._speed)
         self._offer()

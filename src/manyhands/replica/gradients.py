@@ -9,8 +9,8 @@ read into the same memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -76,6 +76,8 @@ class Gradients:
         self._held: list[Tensor | None] = [None] * len(self._parameters)
         self._begun = False  # a backward of this pass: what it found in p.grad is held
         self._means: list[tuple[Tensor, int]] = []  # what is in p.grad, and in which version
+        self._spent: set[int] = set()  # ids of those whose p.grad no step needs: used, or zeros
+        self._loaded: Mapping[str, Tensor | None] | None = None  # not in p.grad yet
         self._lent: list[Tensor] | None = None  # of the round's first pass; the engine reads them
         self._staging = Staging()
         self._before: list[Tensor] = []  # float buffers as they were when the round began
@@ -101,7 +103,10 @@ class Gradients:
 
     @torch.no_grad()
     def begin_round(self) -> None:
-        """Buffers are as all peers have them. Raises UsageError if more is trained than was."""
+        """Buffers are as all peers have them, and gradients where a state that has come had any.
+
+        Raises UsageError if more is trained than was.
+        """
         for name, p in self._frozen:
             if p.requires_grad:
                 raise UsageError(
@@ -109,6 +114,7 @@ class Gradients:
                     hint="wrap a model with all that will ever be trained, and freeze it after "
                     "that: what has no gradient is left alone",
                 )
+        self.show_loaded()
         self._means.clear()  # the user may have let go of them
         self._lent = None  # of a round from which nothing was learnt
         self._before = [slot.tensor.clone() for slot in self._buffers]
@@ -192,6 +198,8 @@ class Gradients:
         for i, p in enumerate(self._parameters):
             held, self._held[i] = self._held[i], None
             if p.grad is not None:
+                if held is None:
+                    self._spent.add(id(p))
                 p.grad = torch.zeros_like(p) if held is None else held
             else:
                 p.grad = held
@@ -208,6 +216,7 @@ class Gradients:
             if not used[i]:
                 p.grad = held
                 continue
+            self._spent.discard(id(p))
             mean = room[i]
             if mean is p.grad and held is None:
                 continue  # read into where it was
@@ -232,6 +241,61 @@ class Gradients:
             result.read_into(room)
         else:
             self._staging.send(room, result.read_into)
+
+    # -- what is accumulated ------------------------------------------------------------------
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """What is in p.grad has been used, and only its memory is left."""
+        self._spent.update(id(p) for group in optimizer.param_groups for p in group["params"])
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Gradients that no step has used yet: who goes on from here needs them, if the user adds
+        up several rounds. None where there is one that was used, and is zero or soon will be.
+
+        All peers say the same, whoever of them has stepped here and whoever has joined since: each
+        sends a newcomer some pieces of it.
+        """
+        if self._loaded is not None:
+            return dict(self._loaded)
+        found: dict[str, Tensor | None] = {}
+        for name, p, held in zip(self._names, self._parameters, self._held, strict=True):
+            grad = held if self._begun else p.grad
+            if grad is not None:
+                found[name] = None if id(p) in self._spent else grad
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """What p.grad will be from the next round on. Raises UsageError.
+
+        Not before: a state is that between two bodies, and a loop that comes to them by way of
+        epochs which are over zeroes on its way what others have added up since.
+        """
+        loaded: dict[str, Tensor | None] = {}
+        for name, p in zip(self._names, self._parameters, strict=True):
+            if name not in state_dict:
+                continue
+            value = state_dict[name]
+            if value is not None and not (isinstance(value, Tensor) and value.shape == p.shape):
+                raise UsageError(f"the state is one of another model: the gradient of {name}")
+            loaded[name] = value
+        self._loaded = loaded
+
+    @torch.no_grad()
+    def show_loaded(self) -> None:
+        """p.grad := what was loaded, if it is not there yet."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        self._spent.clear()
+        for name, p in zip(self._names, self._parameters, strict=True):
+            if name not in loaded:
+                p.grad = None
+                continue
+            value = loaded[name]
+            if value is None:
+                self._spent.add(id(p))
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = grad.zero_() if value is None else grad.copy_(value)
 
     # -- values -------------------------------------------------------------------------------
 

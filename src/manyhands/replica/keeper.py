@@ -8,7 +8,6 @@ said, and the run goes on.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 from collections.abc import Mapping
@@ -22,7 +21,9 @@ from manyhands.checkpoint.tree import unflatten
 from manyhands.collectives.messages import Record
 from manyhands.core.errors import CheckpointError, Malformed
 from manyhands.replica.conductor import Base
+from manyhands.replica.description import check_saved
 from manyhands.replica.openings import Openings
+from manyhands.replica.options import Options
 from manyhands.replica.state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -49,19 +50,20 @@ class Keeper:
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        options: Options,
         state: TrainingState,
         description: Mapping[str, Any],
         *,
         every: int,
-        keep: int,
     ) -> None:
-        """Every so many rounds; the newest `keep` stay."""
-        self._store = Store(url, keep=keep)
+        """Every so many rounds, in the place that the options name."""
+        assert options.checkpoints is not None
+        self._store = Store(options.checkpoints, keep=options.keep)
         self._state, self._description, self._every = state, description, every
-        self._wanted = False
+        self._every_one, self._wanted = options.save_all, False
         self._copied: tuple[int, Checkpoint] | None = None  # waits until its round is stable
         self._last = 0  # round of the last one that was copied
+        self._loaded: int | None = None  # rounds, as the engine counts, of the one that was taken
         self._work: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()  # nothing waits to be written
@@ -77,13 +79,21 @@ class Keeper:
     def is_due(self, round: int) -> bool:
         """Whether the state after so many rounds shall be saved.
 
-        Not while another is being written: a slow disk costs checkpoints, not memory.
+        Not while another is being written: a slow disk costs checkpoints, not memory; or time, if
+        none is to be left out: then this waits for it.
         """
-        is_time = self._wanted or round % self._every == 0
-        return round > self._last and is_time and self._idle.is_set()
+        if round <= self._last or not (self._wanted or round % self._every == 0):
+            return False
+        if self._every_one:
+            self._idle.wait()  # the thread that writes has no other way to end
+        return self._idle.is_set()
 
     def copy(self, base: Base, round: int) -> None:
-        """The state is that of `base`, now."""
+        """The state is that of `base`, now. It takes the place of one that still waits."""
+        if self._copied is not None and self._every_one:
+            lost = self._copied[1].round
+            why = f"round {round} was due before it was sure to stay"
+            self._not_saved(lost, CheckpointError(why, hint="save less often: save_every=..."))
         self._wanted, self._last = False, round
         self._copied = base.applied, self._checkpoint(base, round)
 
@@ -100,9 +110,12 @@ class Keeper:
         self._work.put(copied)
 
     def save_last(self, base: Base, round: int) -> None:
-        """The state is that of `base`, and nobody will change it: written before this returns."""
+        """The state is that of `base`, and nobody will change it: written before this returns.
+
+        Unless nothing was applied since it was loaded: it is there, and others may write beside us.
+        """
         self.close()
-        if round > 0:
+        if round > 0 and base.applied != self._loaded:
             self._write(self._checkpoint(base, round))
 
     def close(self) -> None:
@@ -125,23 +138,34 @@ class Keeper:
 
     def _run(self) -> None:
         while (checkpoint := self._work.get()) is not None:
-            self._write(checkpoint)
-            self._idle.set()
+            try:
+                self._write(checkpoint)
+            finally:
+                self._idle.set()
 
     def _write(self, checkpoint: Checkpoint) -> None:
         try:
             self.events.put(Saved(checkpoint.round, self._store.save(checkpoint)))
         except CheckpointError as error:
-            log.warning("round %d was not saved, and the run goes on: %s", checkpoint.round, error)
-            self.events.put(NotSaved(checkpoint.round, error))
+            self._not_saved(checkpoint.round, error)
+        except Exception as error:  # noqa: BLE001  (a file system's own, say: none ends a run)
+            kind = type(error).__name__
+            failed = CheckpointError(f"saving failed by {kind}: {error}")
+            failed.__cause__ = error
+            self._not_saved(checkpoint.round, failed)
+
+    def _not_saved(self, round: int, error: CheckpointError) -> None:
+        log.warning("round %d was not saved, and the run goes on: %s", round, error)
+        self.events.put(NotSaved(round, error))
 
     # -- finding --------------------------------------------------------------------------------
 
-    def load(self, *, or_begin: bool = False) -> tuple[Base, Mapping[str, Any]] | None:
-        """The newest whole state is taken; returns where it stands and what it is a state of.
+    def load(self, *, or_begin: bool = False) -> Base | None:
+        """The newest whole state is taken, if it is one of what is trained here; returns where it
+        stands.
 
         None if there is none. Broken ones are named; if there are no others, and without one the
-        run would begin, that is an error. Raises CheckpointError, Malformed.
+        run would begin, that is an error. Raises CheckpointError, Malformed, Mismatch.
         """
         found = self._store.load()
         for broken in found.broken:
@@ -160,9 +184,10 @@ class Keeper:
             description = cast("Mapping[str, Any]", checkpoint.about["description"])
             applied = int(checkpoint.about["applied"])
             openings = Openings(tuple(checkpoint.about["openings"]))
-        except (KeyError, TypeError, msgspec.DecodeError) as error:
+            check_saved(description, self._description)
+        except (KeyError, TypeError, ValueError, AttributeError, msgspec.DecodeError) as error:
             raise Malformed(f"{found.place} is no checkpoint of a run: {error}") from None
         self._state.load(checkpoint.tree)
-        self._last = checkpoint.round
+        self._last, self._loaded = checkpoint.round, applied
         log.info("going on after round %d, from %s", checkpoint.round, found.place)
-        return Base(applied, checkpoint.chain, record, openings), description
+        return Base(applied, checkpoint.chain, record, openings)

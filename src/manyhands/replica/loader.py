@@ -12,46 +12,14 @@ from manyhands.data.calendar import Calendar
 from manyhands.data.fetch import Request, Rows
 from manyhands.data.quarantine import Quarantine, Rules
 from manyhands.data.source import Source
-from manyhands.data.supply import SPARE, Supply, supply_for
+from manyhands.data.supply import Supply, supply_for
 from manyhands.data.table import BadSample
 from manyhands.replica.agenda import Agenda
 from manyhands.replica.conductor import Conductor, Turn
 from manyhands.replica.replica import Replica
+from manyhands.replica.units import Units
 
 log = logging.getLogger(__name__)
-
-
-class Units:
-    """A round's samples in units that are never divided: single samples, or grains of several."""
-
-    def __init__(self, calendar: Calendar, grain: int) -> None:
-        self._calendar, self._grain = calendar, grain
-
-    def num(self, round: int) -> int:
-        """How many a round has."""
-        return -(-self._calendar.num_samples(round) // self._grain)
-
-    def request(self, turn: Turn) -> Request:
-        """The samples of a turn. One that counts nothing still has some: its body runs too."""
-        if turn.evaluates:  # the same every time
-            return Request(0, tuple(p for span in turn.ranges.spans for p in range(*span)))
-        span = self._calendar.span(turn.round)
-        if not turn.ranges:
-            stop = min(span.stop, span.start + SPARE)
-            return Request(span.epoch, tuple(range(span.start, stop)))
-        positions: list[int] = []
-        for start, stop in turn.ranges.spans:
-            low = span.start + start * self._grain
-            positions += range(low, min(span.stop, span.start + stop * self._grain))
-        return Request(span.epoch, tuple(positions))
-
-    def num_samples(self, turn: Turn) -> int:
-        """Of a turn."""
-        if turn.evaluates:
-            return len(turn.ranges)
-        size = self._calendar.num_samples(turn.round)
-        spans = turn.ranges.spans
-        return sum(min(size, b * self._grain) - a * self._grain for a, b in spans)
 
 
 class Intake:
@@ -194,6 +162,8 @@ class Loader:
         if self._held is None:
             at = self._conductor.base.round
             if self._is_over(at) or self._agenda.leg(at) > leg:
+                if self._agenda.leg(at - 1) <= leg:
+                    self._replica.caught_up()
                 return None  # the state is that after the round until the next leg begins
             self._held = self._replica.next_turn()
         if self._held is None:

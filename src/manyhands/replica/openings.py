@@ -49,6 +49,8 @@ def _rounds(starts: tuple[int, ...]) -> frozenset[int]:
     return frozenset(start + number for start in starts for number in range(ROUNDS))
 
 
-def opened_chain(chain: bytes) -> bytes:
-    """The history is another one from here on: whoever has not opened it is not confirmed."""
-    return hashlib.blake2b(b"opened" + chain, digest_size=32).digest()
+def opened_chain(chain: bytes, about: bytes) -> bytes:
+    """The history is another one from here on: whoever has not opened it, or goes on with another
+    description than `about` is a digest of, is not confirmed.
+    """
+    return hashlib.blake2b(b"opened" + chain + about, digest_size=32).digest()

@@ -11,6 +11,7 @@ from manyhands.collectives.ranges import Ranges
 from manyhands.core.address import Address
 from manyhands.core.errors import UsageError
 from manyhands.core.peers import PeerId
+from manyhands.core.settings import OUTAGE_S
 from manyhands.replica.blame import POLICIES
 
 
@@ -22,7 +23,16 @@ class Place:
     name: str | None = None
     min_peers: int = 1
     lease_s: float = 10.0
+    outage_s: float = OUTAGE_S
     seed: int = 0
+
+    def waiting(self, here: int) -> str:
+        """For a peer that waits for others, while so many are there: what for, and what to do."""
+        return (
+            f"{here} of {self.min_peers} peers are in run {self.address.run}: it begins when all "
+            "are. If one of them has ended before it came, start another; a smaller min_peers "
+            "(manyhands run --min-peers) begins with fewer"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +44,7 @@ class RoundClosed:
     weight: float
     """Of all its samples: their number, if `Run.weight` says nothing else."""
     shares: Mapping[PeerId, Ranges]
-    """Who computed what of it: samples, or grains, counted from its first."""
+    """Who computed what of it: its units (samples, pairs, grains), counted from its first."""
     means: Mapping[str, float]
     """Those of `Run.mean` that came with it, by name."""
 
@@ -63,6 +73,9 @@ class Options:
     """A folder or any fsspec URL; the first of the roster saves there."""
     save_every: int | None = None
     """Rounds; without it, once an epoch."""
+    save_all: bool = False
+    """Whether a save that is due waits until the one before it is written; else it is left out, and
+    a slow disk keeps nobody waiting."""
     keep: int = 3
     """So many checkpoints stay."""
     resume: bool | Literal["auto"] = False

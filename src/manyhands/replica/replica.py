@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch.nn import Module
@@ -21,6 +22,8 @@ from manyhands.replica.gates import Gate
 from manyhands.replica.gradients import Gradients
 from manyhands.replica.scalars import Scalars
 from manyhands.replica.state import Stateful
+
+log = logging.getLogger(__name__)
 
 # A loop may evaluate in torch's inference mode; what is made of the state there is trained on.
 _outside_inference = torch.inference_mode(mode=False)
@@ -73,6 +76,7 @@ class Replica:
         self._norm: float | None = None  # of the mean, if the round has one
         self._started_s = 0.0
         self._speed = 0.0
+        self._warned = False
         self.on_commit: Callable[[int, Committed], None] = lambda round_, committed: None
 
     def watch(self, model: Module, parameters: list[Any]) -> None:
@@ -112,7 +116,8 @@ class Replica:
         """Its body comes now, on so many of its samples; None: on all of them."""
         assert self._backward is not None
         self._backward.reset()
-        self._gate.open = False
+        self._backward.accumulated = False
+        self._gate.open = self._gate.missed = False
         self._weight = self._norm = None
         self._turn, self._num_rows = turn, num_rows
         if turn.number != self._round:
@@ -121,6 +126,8 @@ class Replica:
             self._began = {n: deepcopy(thing.state_dict()) for n, thing in self._undone.items()}
         self._scalars.begin_pass(turn.number)
         self._reseed(turn.round, turn.ranges.spans[0][0] if turn.ranges else 0)
+        if not turn.evaluates:
+            self._conductor.cap.begin(_num_units(turn))
         self._started_s = time.perf_counter()
 
     def abandon(self) -> Turn | None:
@@ -134,6 +141,13 @@ class Replica:
         if self._dirty:
             self._undo()
         return turn
+
+    @_outside_inference
+    def caught_up(self) -> None:
+        """The loop is where the state was taken, at the end of an epoch: what it zeroes there now
+        would have been zeroed without a pause too.
+        """
+        self._gradients.show_loaded()
 
     def replaced(self) -> None:
         """The state is another one: what was remembered of the old one is void."""
@@ -178,6 +192,7 @@ class Replica:
                 hint="run loss.backward() in every iteration; to leave a batch out, "
                 "multiply its loss by 0 or call run.weight(0) before it",
             )
+        self._warn_if_quiet(turn)
         committed = self._give_nothing(turn, 0.0)
         if committed is None:
             return
@@ -185,6 +200,19 @@ class Replica:
             self._apply_nothing(turn, committed)
         else:  # the body that follows it is to step like all others
             self._conductor.put_back(committed)
+
+    def _warn_if_quiet(self, turn: Turn) -> None:
+        """As loops for other libraries do to accumulate over iterations: here it loses samples."""
+        if self._warned or self._backward is None or not self._backward.accumulated:
+            return
+        self._warned = True
+        log.warning(
+            "round %d: all backwards of an iteration were under no_sync(), so its samples count "
+            "nothing. That is for all but the last of several in one iteration; to add up several "
+            "rounds, run backward() without it, and step and zero_grad() when run.round is a "
+            "multiple of their number",
+            turn.round,
+        )
 
     def stop(self) -> None:
         """No more turns for this peer: what its loop does after them is none of the run's."""
@@ -222,14 +250,14 @@ class Replica:
             raise UsageError(f"a weight of {value} is none", hint="0 or more: samples, tokens")
         self._weight = float(value)
 
-    def say(self, name: str, value: float) -> None:
+    def say(self, name: str, value: SupportsFloat) -> None:
         """A scalar of this pass."""
         turn = self._turn
         if turn is None or turn.task is None:
             return  # no samples: nothing to say of them
         if turn.ended:
             weight = self._weight_of(turn)
-            self._scalars.say_after(name, value, weight, closed=turn.committed is not None)
+            self._scalars.say_after(name, float(value), weight, closed=turn.committed is not None)
         else:
             self._scalars.say(name, value)
 
@@ -260,6 +288,12 @@ class Replica:
         turn = self._turn
         if turn is None:
             return
+        if self._gate.missed:
+            raise UsageError(
+                "step() came before the backward that closes the round, and did nothing",
+                hint="step after the last backward of an iteration; what has to step between two "
+                "(of a GAN, say) can take turns: one net in even rounds, one in odd (run.round)",
+            )
         weight = self._weight_of(turn)
         if turn.task is None:
             committed = self._conductor.close_turn(turn, (), 0.0)
@@ -329,11 +363,15 @@ class Replica:
     # -- small things ---------------------------------------------------------------------------
 
     def _measure(self, turn: Turn) -> None:
-        """How many units a second this peer computes, as a running mean."""
+        """How many units a second this peer computes, as a running mean; and at once, at most."""
+        units = _num_units(turn)
+        if self._num_rows is not None:  # rows may be missing of every pass: the others count
+            asked = max(1, self._num_samples(turn))
+            units = units * min(self._num_rows, asked) // asked
+        self._conductor.cap.survived(units)
         if not self._balance:
             return
-        # A turn that counts nothing has some samples too: less than one unit, perhaps.
-        speed = max(1, len(turn.ranges)) / max(1e-6, time.perf_counter() - self._started_s)
+        speed = _num_units(turn) / max(1e-6, time.perf_counter() - self._started_s)
         self._speed = speed if not self._speed else 0.7 * self._speed + 0.3 * speed
         self._conductor.measure_speed(max(1, round(self._speed * 1000)))
 
@@ -354,3 +392,8 @@ class Replica:
         if self._backward is not None:
             self._backward.close()
         self._gate.release()
+
+
+def _num_units(turn: Turn) -> int:
+    """That its body computes. One that counts nothing has some samples, too: less, perhaps."""
+    return max(1, len(turn.ranges))

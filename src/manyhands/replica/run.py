@@ -29,14 +29,14 @@ from torch.optim import Optimizer
 from manyhands.core.address import LocalAddress
 from manyhands.core.errors import AddressError, NoMeetingPoint, SettingsError, UsageError
 from manyhands.core.peers import PeerId
-from manyhands.core.settings import find_meeting_point
+from manyhands.core.settings import find_meeting_point, find_outage
 from manyhands.data.source import Source
 from manyhands.observe.events import Happening
 from manyhands.replica.journal import Own
 from manyhands.replica.loader import Evaluation
 from manyhands.replica.options import Options, Place, RoundClosed
 from manyhands.replica.session import Session
-from manyhands.replica.state import Stateful
+from manyhands.replica.state import OWN, Stateful
 
 log = logging.getLogger(__name__)
 
@@ -121,14 +121,17 @@ class Run:
                 f"the loader has seed {source.seed}, the run {self._place.seed}, whose order it is",
                 hint=f"mh.join(..., seed={source.seed}), and a loader without one",
             )
+        optimizers = _as_list(optimizer)
+        schedulers = [] if scheduler is None else _as_list(scheduler)
+        _warn_of_schedules(optimizers, [*schedulers, *self._registered.values()])
         self._session = Session(
             self._place,
             Options(grain_size=grain_size, epochs=epochs, **options),
             source,
             None if evaluation is None else Source.of(evaluation),
             model,
-            _as_list(optimizer),
-            [] if scheduler is None else _as_list(scheduler),
+            optimizers,
+            schedulers,
             self._registered,
         )
         return model, optimizer, self._session.loader, scheduler
@@ -140,12 +143,28 @@ class Run:
         """
         if self._session is not None:
             raise UsageError("register() came after wrap()", hint="register first")
+        for name, thing in things.items():
+            if name in OWN:
+                raise UsageError(
+                    f"register({name}=...): a run's state has its own {name}",
+                    hint=f"give it another name, {name}_2 say",
+                )
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise UsageError(
+                    f"register({name}=...): a {type(thing).__name__} has no state_dict() and "
+                    "load_state_dict()",
+                    hint="both are needed to save it, to send it to who joins late, and to undo "
+                    "what a pass has done to it",
+                )
         self._registered |= things
 
     def mean(self, value: Tensor | float, name: str = "loss") -> Mean:
         """The mean over the whole round of a number that is one over this pass."""
-        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
-        self._at_work.replica.say(name, number)
+        if isinstance(value, Tensor):
+            value = value.detach()
+            # A GPU is not waited for before the pass has ended. The tensor stays the user's.
+            value = value.clone() if value.is_cuda and value.numel() == 1 else float(value)
+        self._at_work.replica.say(name, value)
         return Mean(self._at_work.scalars.known, name)
 
     def agree(self, value: float, name: str = "agreed") -> Agreed:
@@ -244,7 +263,11 @@ class Run:
         self._at_work.listeners.append(listener)
 
     def save(self) -> None:
-        """Save the state once this round is over; where, `wrap(..., checkpoints=...)` says."""
+        """Save the state once this round is over; where, `wrap(..., checkpoints=...)` says.
+
+        The first of the roster does: call it at all peers. One that becomes the first later has
+        not forgotten it.
+        """
         self._at_work.save()
 
     def digest(self) -> bytes:
@@ -298,7 +321,14 @@ def join(
             f"{point.address} names no run", hint="pass run=NAME, or set MANYHANDS_RUN"
         )
     return Run(
-        Place(address=point.address, name=point.name, min_peers=few, lease_s=lease_s, seed=seed)
+        Place(
+            address=point.address,
+            name=point.name,
+            min_peers=few,
+            lease_s=lease_s,
+            outage_s=find_outage(os.environ),
+            seed=seed,
+        )
     )
 
 
@@ -310,3 +340,19 @@ def _count(text: str) -> int:
 
 def _as_list(thing: Any) -> list[Any]:  # noqa: ANN401
     return list(cast("Sequence[Any]", thing)) if isinstance(thing, list | tuple) else [thing]
+
+
+def _warn_of_schedules(optimizers: Sequence[Optimizer], known: Sequence[object]) -> None:
+    """Of optimizers whose steps a scheduler of torch's counts, where none is known at all: a mere
+    warning, since nobody can say whether it is still in use.
+    """
+    if any(hasattr(thing, "step") for thing in known):
+        return
+    for optimizer in optimizers:
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            log.warning(
+                "%s has a scheduler that wrap() was not given: who resumes or joins late begins "
+                "it anew, and it steps in passes that are undone; "
+                "wrap(model, optimizer, loader, scheduler)",
+                type(optimizer).__name__,
+            )

@@ -11,7 +11,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, SupportsFloat
 
 import msgspec
 
@@ -84,7 +84,7 @@ class Scalars:
         self._generation = -1
         self._round = -1  # that `used` and `now` are of; `late` is of the one before
         self._used: list[bool] = []
-        self._said: dict[str, Total] = {}  # of the pass under way; each counts one, so far
+        self._said: dict[str, list[SupportsFloat]] = {}  # of the pass under way
         self._now: dict[str, Total] = {}
         self._late: dict[str, Total] = {}
         self._words: dict[str, float] = {}  # that no record has brought back yet
@@ -98,9 +98,12 @@ class Scalars:
 
     # -- what is said ---------------------------------------------------------------------------
 
-    def say(self, name: str, value: float) -> None:
-        """A mean over the samples of the pass under way."""
-        _add(self._said, name, Total(value, 1.0))
+    def say(self, name: str, value: SupportsFloat) -> None:
+        """A mean over the samples of the pass under way. It becomes a number when that has ended:
+        a GPU may still compute it.
+        """
+        _check(self._said, name)
+        self._said.setdefault(name, []).append(value)
 
     def say_after(self, name: str, value: float, weight: float, *, closed: bool) -> None:
         """The same of a pass whose backward is done. `closed`: its round is, and it comes late."""
@@ -137,8 +140,9 @@ class Scalars:
             before = self._used or [False] * len(used)
             self._used = [a or b for a, b in zip(before, used, strict=True)]
             if weight > 0:
-                for name, (sum_, times) in self._said.items():
-                    _add(self._now, name, Total(sum_ * weight, times * weight))
+                for name, values in self._said.items():
+                    total = sum(map(float, values))
+                    _add(self._now, name, Total(total * weight, len(values) * weight))
             self._said = {}
 
     # -- seams of the engine --------------------------------------------------------------------

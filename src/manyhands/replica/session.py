@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.nn import Module
@@ -34,14 +35,14 @@ from manyhands.links.messages import Terms
 from manyhands.replica.agenda import Agenda
 from manyhands.replica.arithmetic import arithmetic_of
 from manyhands.replica.blame import POLICIES, Blame
+from manyhands.replica.cap import Cap, memory_of
 from manyhands.replica.conductor import Base, Conductor, Event, Turn
 from manyhands.replica.description import (
-    Mismatch,
+    agreed,
+    check_same,
     describe,
     describe_data,
-    differences,
     digest_of,
-    resumable,
 )
 from manyhands.replica.deviation import Watch, classes_of
 from manyhands.replica.fingerprint import Tensors
@@ -51,7 +52,7 @@ from manyhands.replica.heap import keep_freed
 from manyhands.replica.journal import Journal
 from manyhands.replica.keeper import Keeper
 from manyhands.replica.layers import least_rows, warn_of_chance
-from manyhands.replica.loader import Evaluation, Intake, Loader, Units
+from manyhands.replica.loader import Evaluation, Intake, Loader
 from manyhands.replica.openings import Openings
 from manyhands.replica.options import Options, Place, RoundClosed
 from manyhands.replica.replica import Replica
@@ -59,6 +60,7 @@ from manyhands.replica.scalars import Scalars
 from manyhands.replica.signals import Signals
 from manyhands.replica.snapshots import Snapshots
 from manyhands.replica.state import Stateful, TrainingState
+from manyhands.replica.units import Units
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +95,13 @@ class Session:
         inner: Module = getattr(model, "_orig_mod", model)  # of one that torch.compile has made
         parameters = parameters_of(inner, optimizers)
         calendar = self._calendar = Calendar(source.size, source.batch, source.drop_last)
-        self._units = Units(calendar, options.grain_size or 1)
-        most = 1 if options.grain_size else options.max_pass or source.batch
+        least = least_rows(inner)
+        self._units = Units(calendar, options.grain_size, least)
+        most = 1 if options.grain_size else self._units.most(options.max_pass)
         agenda = self._agenda = Agenda(calendar, most)
         if evaluated is not None:
             days = Calendar(evaluated.size, evaluated.batch, evaluated.drop_last)
-            num_evaluated = days.samples_per_epoch
-            agenda = self._agenda = Agenda(calendar, most, num_evaluated, evaluated.batch)
+            agenda = self._agenda = Agenda(calendar, most, days.samples_per_epoch, evaluated.batch)
         self._num_rounds = (
             None if options.epochs is None else options.epochs * agenda.rounds_per_epoch
         )
@@ -117,14 +119,14 @@ class Session:
         things: dict[str, Stateful] = dict(registered)
         things |= {f"optimizer {i}": o for i, o in enumerate(optimizers)}
         things |= {f"scheduler {i}": s for i, s in enumerate(schedulers)}
-        self.state = TrainingState(inner, things)
+        self.state = TrainingState(inner, things, self._gradients)
         self.scalars = Scalars()
         self._watch = Watch(Tensors(inner, optimizers), self._count, options.resync_every)
         self._device = parameters[0].tensor.device
         self.events = Journal(self.scalars.news)
         buffers = [Named(n, b) for n, b in inner.named_buffers()]
         self.description = describe(
-            parameters, buffers, optimizers, source, _agreed(place, options, source, things)
+            parameters, buffers, optimizers, source, agreed(place, options, source, things)
         )
         if evaluated is not None:
             counted = {"samples": agenda.num_evaluated}
@@ -132,19 +134,15 @@ class Session:
         num_bytes = sum(t.numel() * t.element_size() for t in self._gradients.like)
         keep_freed(num_bytes, self._device, os.environ)
         most_bytes = _STATE_FACTOR * num_bytes + _STATE_SLACK
-        self._snapshots = Snapshots(self.description, self._compare, self._learn, most_bytes)
-        self._settings = LinkSettings(terms=_terms(place, num_bytes))
+        check = partial(check_same, mine=self.description)
+        self._snapshots = Snapshots(self.description, check, self._learn, most_bytes)
+        self._settings = LinkSettings(terms=_terms(place, num_bytes), outage_s=place.outage_s)
         self._link: Link | None = None
-        gate = Gate()
+        gate = Gate(registered.values())
         self._keeper: Keeper | None = None
         if options.checkpoints is not None:
-            self._keeper = Keeper(
-                options.checkpoints,
-                self.state,
-                self.description,
-                every=options.save_every or calendar.rounds_per_epoch,
-                keep=options.keep,
-            )
+            every = options.save_every or calendar.rounds_per_epoch
+            self._keeper = Keeper(options, self.state, self.description, every=every)
         base = self._first_base()
         self.conductor = Conductor(
             self._connect,
@@ -156,8 +154,10 @@ class Session:
             self._gradients.nothing(),
             base or Base(0, b""),
             agenda,
+            Cap(memory_of(self._device)),
             gather_s=place.lease_s,
             offers=base is not None,
+            outage_s=self._settings.outage_s,
         )
         self._openings = self.conductor.base.openings  # as the engine knows them
         self.replica = Replica(
@@ -174,7 +174,7 @@ class Session:
         )
         self.replica.on_commit = self._closed
         self.listeners: list[Callable[[RoundClosed], None]] = []
-        self._intakes = [Intake(source, place.seed, calendar, least_rows(inner))]
+        self._intakes = [Intake(source, place.seed, calendar, least)]
         self.loader = Loader(
             self.replica,
             self.conductor,
@@ -195,8 +195,10 @@ class Session:
         try:
             self.conductor.begin(self._wait_for_peers)
             self.replica.watch(model, [p for _, p in parameters])
-            for thing in (*optimizers, *schedulers):
-                gate.guard(thing, "step")
+            for optimizer in optimizers:
+                gate.guard(optimizer, "step", partial(self._gradients.stepped, optimizer))
+            for scheduler in schedulers:
+                gate.guard(scheduler, "step")
         except BaseException:
             self.close()
             raise
@@ -224,15 +226,32 @@ class Session:
             raise UsageError("there is no place to save to", hint="wrap(..., checkpoints=FOLDER)")
         self._keeper.want()
 
-    def finish(self) -> None:
-        """The user's loop has ended: go when the others can do without this peer."""
+    def finish(self) -> bool:
+        """The user's loop has ended: go when the others can do without this peer. Returns whether
+        it is the one that saves the state at the end.
+        """
         turn = self.replica.abandon() or self.loader.abandon()
         self._between(self.conductor.base.applied)
         last = not self.roster or self._leads()
         ended = self._num_rounds is not None and self.conductor.base.round >= self._num_rounds
+        healing = self.conductor.healing
         self.conductor.finish(turn, ended=ended)
-        if self._keeper is not None and last:
-            self._keeper.save_last(self.conductor.base, self.round)
+        if self._keeper is None or not last:
+            return False
+        if healing or (self.conductor.left_outside and not self._is_alone()):
+            log.warning(
+                "the state after round %d was not saved: this peer was put out of the run or was "
+                "to heal, and its state may not be the run's",
+                self.round,
+            )
+            return False
+        self._keeper.save_last(self.conductor.base, self.round)
+        return True
+
+    def _is_alone(self) -> bool:
+        """Whether the next round was this peer's only: without it nobody can have gone on."""
+        record = self.conductor.base.record
+        return record is not None and record.members == (self.me.incarnation,)
 
     def close(self) -> None:
         """Let go of the run and of the model. Idempotent."""
@@ -254,9 +273,8 @@ class Session:
         if self.conductor.healing:
             return  # nobody shall have this one
         if self._link is not None and self._snapshots.is_due(applied):
-            flat = self.state.flat(copy=True)
             kind, part_bytes = self._watch.kind, self._link.terms.part_bytes
-            self._snapshots.serve(applied, flat, self._openings, kind, part_bytes)
+            self._snapshots.serve(applied, self.state.flat(), self._openings, kind, part_bytes)
         base = self.conductor.base
         if self._keeper is None or self._agenda.evaluates(base.round):
             return  # a state is saved with what its evaluation says
@@ -304,8 +322,7 @@ class Session:
         """The loader has no more; perhaps since this peer has left."""
         if not (self.conductor.over and self._signals.interrupted):
             return
-        self.finish()
-        if self._keeper is not None:
+        if self.finish():  # else others go on, and save
             alone = f"MANYHANDS_RESUME=1 {shlex.join(['python', *sys.argv])}"
             again = os.environ.get("MANYHANDS_AGAIN", alone)  # as `manyhands run` says
             log.warning("to go on from round %d: %s", self.round, again)
@@ -405,34 +422,33 @@ class Session:
         return self._num_rounds + self._openings.num_rounds
 
     def _is_gathered(self, rounds: Rounds) -> bool:
-        view = rounds.view
-        return view is not None and len(view.peers(PeerState.ACTIVE)) >= self._place.min_peers
+        return rounds.outlook.num_following >= self._place.min_peers
 
-    def _wait_for_peers(self, rounds: Rounds) -> None:
-        """Until as many have come as the user wants, or the run is under way."""
+    def _wait_for_peers(self, rounds: Rounds) -> bool:
+        """Until as many have come as the user wants, or the run is under way; False if this peer
+        shall not wait any more.
+        """
         view = rounds.outlook.wait_for_view(lambda view: True)
         self._is_new = (rounds.outlook.first or view).founder is not None
         waiting_s = time.monotonic()
         while True:
-            if self._signals.leave:
+            if self._signals.interrupted:
                 raise KeyboardInterrupt
+            if self._signals.leave:
+                return False
             try:
                 rounds.outlook.wait_for_view(self._is_enough, _TICK_S)
             except LinkTimeout:
                 if time.monotonic() - waiting_s > _REMIND_S:
                     waiting_s = time.monotonic()
                     here = 0 if rounds.view is None else len(rounds.view.roster)
-                    log.warning("%d of %d peers are here: waiting", here, self._place.min_peers)
+                    log.warning("%s", self._place.waiting(here))
             else:
-                return
+                return True
 
     def _is_enough(self, view: View) -> bool:
         under_way = bool(view.peers(PeerState.ACTIVE))
         return len(view.roster) >= self._place.min_peers or under_way or view.over
-
-    def _compare(self, theirs: Mapping[str, Any]) -> None:
-        if found := differences(theirs, self.description):
-            raise Mismatch(found)
 
     def _take(self, head: Snapshot) -> Base:
         taken = self._snapshots.take(head)
@@ -447,43 +463,23 @@ class Session:
 
     def _first_base(self) -> Base | None:
         """Where this peer starts from; None if it needs another one's state."""
-        fresh = Base(0, digest_of(self.description) + self.state.digest())
+        about = digest_of(self.description)
+        fresh = Base(0, about + self.state.digest())
         if not self._options.resume:
-            return fresh.open()
+            return fresh.open(about)
         assert self._keeper is not None
         or_begin = self._options.resume == "auto"
-        found = self._keeper.load(or_begin=or_begin)
-        if found is None and or_begin:
-            return fresh.open()
-        if found is None:
+        base = self._keeper.load(or_begin=or_begin)
+        if base is None and or_begin:
+            return fresh.open(about)
+        if base is None:
             log.warning(
                 "no checkpoint in %s: waiting for a peer that has a state "
                 "(if there is none: Ctrl-C, and start without resuming)",
                 self._options.checkpoints,
             )
             return None
-        base, description = found
-        self._compare(resumable(description, self.description))
-        return base.open()
-
-
-def _agreed(
-    place: Place, options: Options, source: Source, things: Mapping[str, Stateful]
-) -> dict[str, Any]:
-    """What of the options must be the same at all peers."""
-    return {
-        "batch": source.batch,
-        "drop_last": source.drop_last,
-        "shuffle": source.shuffle,
-        "grain_size": options.grain_size,
-        "epochs": options.epochs,
-        "seed": place.seed,
-        "wire": options.wire,
-        "loss": options.loss,
-        "bad_gradients": options.bad_gradients,
-        "resync_every": options.resync_every,
-        "state": sorted(things),
-    }
+        return base.open(about)
 
 
 def _terms(place: Place, num_bytes: int) -> Terms:

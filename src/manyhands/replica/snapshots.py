@@ -141,24 +141,23 @@ class Snapshots:
     def serve(
         self, applied: int, state: Flat, openings: Openings, kind: bytes, part_bytes: int
     ) -> None:
-        """Send `state` to those who wait for it: copies, since it goes at leisure."""
+        """Send `state` to those who wait for it, their piece of it: it is copied here, and may
+        change as soon as this returns.
+        """
         assert self._rounds is not None
         due: list[tuple[Snapshot, PeerId]] = []
         while self.is_due(applied):
-            due.append(self._due.popleft())
+            head, to = self._due.popleft()
+            if head.applied == applied:  # else its round went by
+                due.append((head, to))
         specs = tuple(spec_of(tensor) for tensor in state.tensors)
         contents = _ENCODE(Contents(self._description, openings.starts, kind, state.shape, specs))
-        chunks = [memoryview(contents)]
-        most = part_bytes - _WORD_BYTES
-        for tensor in state.tensors:
-            data = bytes_of(tensor)
-            chunks += [data[at : at + most] for at in range(0, len(data), most)]
+        sizes = [num_bytes(spec) for spec in specs]
+        of, chunks = _cut(contents, state.tensors, sizes, part_bytes - _WORD_BYTES, due)
         for head, to in due:
-            if head.applied < applied:
-                continue  # its round went by
-            for number in range(head.place, len(chunks), head.num_donors):
+            for number in range(head.place, of, head.num_donors):
                 chunk = chunks[number]
-                word = memoryview(_ENCODE(Piece(number, len(chunks))))
+                word = memoryview(_ENCODE(Piece(number, of)))
                 self._rounds.send_snapshot(head, to, [word, chunk] if len(chunk) else [word])
 
     def take(self, head: Snapshot) -> Taken:
@@ -179,6 +178,28 @@ class Snapshots:
             raise Malformed(f"{len(data)} bytes came for a state of {at}")
         tree = unflatten(contents.shape, tensors)
         return Taken(tree, Openings(contents.openings), contents.kind)
+
+
+def _cut(
+    contents: bytes,
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    most: int,
+    due: Sequence[tuple[Snapshot, PeerId]],
+) -> tuple[int, dict[int, memoryview]]:
+    """How many pieces a state has, and copies of those that somebody gets from this peer."""
+    chunks, of = {0: memoryview(contents)}, 1
+    for tensor, size in zip(tensors, sizes, strict=True):
+        starts = range(0, size, most)
+        wanted = [
+            (of + n, at)
+            for n, at in enumerate(starts)
+            if any((of + n) % head.num_donors == head.place for head, _ in due)
+        ]
+        data = bytes_of(tensor) if wanted else memoryview(b"")  # it waits for a GPU, and copies
+        chunks |= {number: memoryview(bytes(data[at : at + most])) for number, at in wanted}
+        of += len(starts)
+    return of, chunks
 
 
 def _open(buffers: Sequence[memoryview]) -> tuple[Piece, bytes]:

@@ -14,6 +14,9 @@ from manyhands.checkpoint.tree import Flat, flatten
 from manyhands.core.errors import UsageError
 from manyhands.wire.tensors import bytes_of
 
+OWN = ("model", "buffers", "gradients")
+"""What a state has beside the things that are registered: names that none of them may have."""
+
 
 class Stateful(Protocol):
     """An optimizer, a scheduler, a scaler, an average of weights: whatever training changes."""
@@ -30,11 +33,14 @@ class Stateful(Protocol):
 class TrainingState:
     """Of one model and of everything beside it, by name. Used by the user's thread."""
 
-    def __init__(self, model: Module, things: Mapping[str, Stateful]) -> None:
-        self._model, self.things = model, dict(things)
+    def __init__(self, model: Module, things: Mapping[str, Stateful], gradients: Stateful) -> None:
+        self._model, self.things, self._gradients = model, dict(things), gradients
 
     def tree(self) -> dict[str, Any]:
         """Its tensors are those in use, not copies."""
+        return {**self._trained(), "gradients": self._gradients.state_dict()}
+
+    def _trained(self) -> dict[str, Any]:
         saved = self._model.state_dict()
         fleeting = {n: b for n, b in self._model.named_buffers() if n not in saved}
         return {
@@ -52,10 +58,11 @@ class TrainingState:
 
     def load(self, tree: Mapping[str, Any]) -> None:
         """Be as `tree` says. Raises UsageError if it is one of another model or other things."""
-        if set(tree) != {"model", "buffers", *self.things}:
+        known = {"model", "buffers", *self.things}
+        if set(tree) - {"gradients"} != known:
             raise UsageError(
                 f"a state of {', '.join(sorted(tree))} came; "
-                f"this peer has {', '.join(sorted({'model', 'buffers', *self.things}))}",
+                f"this peer has {', '.join(sorted(known))}",
                 hint="wrap and register the same things at every peer",
             )
         try:
@@ -68,10 +75,11 @@ class TrainingState:
                 buffers[name].copy_(value)
         for name, thing in self.things.items():
             thing.load_state_dict(tree[name])
+        self._gradients.load_state_dict(tree.get("gradients", {}))  # older checkpoints have none
 
     def digest(self) -> bytes:
-        """Equal where every bit of the state is."""
-        return digest_of(self.flat())
+        """Equal where every bit of the state is; gradients are on their way to be some of it."""
+        return digest_of(flatten(self._trained()))
 
 
 def digest_of(flat: Flat) -> bytes:

@@ -172,7 +172,9 @@ class Batch:
                 "this peer was given other inputs than the first one of its stage",
                 hint="every peer of the first stage passes the whole batch to step()",
             )
-        return self._checked("input", named_inputs(parts, self._extra))
+        kinds = [(carried_name(-1, index), kind) for index, kind in enumerate(self._given.carried)]
+        named = named_inputs(parts, self._extra)
+        return self._checked("input", named, dict([*kinds, *self._given.extra]))
 
     def _named_targets(self) -> dict[str, Tensor]:
         parts = () if self._targets is None else _parts("the target", self._targets)[0]
@@ -181,16 +183,27 @@ class Batch:
                 "this peer was given other targets than the first one of its stage",
                 hint="every peer of the first stage passes the whole batch to step()",
             )
-        return self._checked("target", named_targets(parts))
+        kinds = {target_name(index): kind for index, kind in enumerate(self._given.targets)}
+        return self._checked("target", named_targets(parts), kinds)
 
-    def _checked(self, what: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _checked(
+        self, what: str, tensors: dict[str, Tensor], kinds: Mapping[str, Kind]
+    ) -> dict[str, Tensor]:
+        """`kinds` as the first peer of the first stage said."""
         for name, tensor in tensors.items():
+            said = f"the {what}" if name.startswith("#") else f"extra input {name!r}"
+            kind = kinds.get(name)
             if tensor.dim() == 0 or len(tensor) != self.num_rows:
-                said = f"the {what}" if name.startswith("#") else f"extra input {name!r}"
                 raise UsageError(
                     f"{said} has shape {tuple(tensor.shape)} where the batch has {self.num_rows} "
                     "rows",
                     hint="every peer that passes tensors to a step passes a whole batch, the same",
+                )
+            if kind is not None and kind != _kind_of(tensor):
+                raise UsageError(
+                    f"{said} is {_kind_of(tensor)} here and {kind} at the first peer of the first "
+                    "stage",
+                    hint="every peer of a stage passes tensors of the same dtype and shape",
                 )
         return tensors
 

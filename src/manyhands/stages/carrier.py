@@ -93,6 +93,7 @@ class GroupCarrier:
         self._device = device
         # gloo moves what is in the memory of the machine, NCCL what is in that of the device.
         self._staged = device.type != "cpu" and "gloo" in self._backend
+        self._as_bytes = "nccl" in self._backend  # it does not know all types, int16 for one
         self.words_on = device if "nccl" in self._backend else torch.device("cpu")
         # What NCCL does between two ranks waits in one queue for both directions: a send that is
         # not taken yet would hold up what comes back. A group for each direction does not.
@@ -136,7 +137,7 @@ class GroupCarrier:
             return dist.new_group(list(ranks))  # pyright: ignore[reportUnknownMemberType]
 
     def send(self, tensor: Tensor, to: int) -> Pending:
-        tensor = tensor.detach().contiguous()
+        tensor = self._sendable(tensor.detach().contiguous())
         if self._staged:
             tensor = tensor.cpu()
         line = self._lines.get((self.rank, to))
@@ -146,7 +147,7 @@ class GroupCarrier:
             return _Kept(self._group.send([tensor], to, 0), tensor)
 
     def receive(self, tensor: Tensor, sender: int) -> Pending:
-        target = torch.empty_like(tensor, device="cpu") if self._staged else tensor
+        target = torch.empty_like(tensor, device="cpu") if self._staged else self._sendable(tensor)
         line = self._lines.get((sender, self.rank))
         with _linked():
             if line is not None:
@@ -154,6 +155,10 @@ class GroupCarrier:
             else:
                 work = self._group.recv([target], sender, 0)
         return _Staged(work, target, tensor) if self._staged else _Kept(work, target)
+
+    def _sendable(self, tensor: Tensor) -> Tensor:
+        """The same memory, as the backend can move it."""
+        return tensor.view(-1).view(torch.uint8) if self._as_bytes else tensor
 
     def sum(self, tensor: Tensor, peers: Sequence[int]) -> Pending:
         target = tensor.cpu() if self._staged else tensor

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -21,8 +23,10 @@ from manyhands.planner.memory import free_memory
 from manyhands.planner.partition import By, DoesNotFit, Shortage
 from manyhands.planner.partition import partition as partition_costs
 from manyhands.planner.profile import Ran, profile_layers
-from manyhands.stages.carrier import Carrier, carrier_for
+from manyhands.stages.carrier import Carrier, carrier_for, exchanging
+from manyhands.stages.errors import PlanBroken
 from manyhands.stages.layers import Carried, Model, Running, Spec, build, specs_of
+from manyhands.stages.resume import again, gone
 from manyhands.stages.variables import Scope, scoped
 from manyhands.stages.vote import sayable, words_of
 
@@ -41,10 +45,11 @@ class _Dealt(msgspec.Struct, frozen=True):
 
 
 class _Member(msgspec.Struct, frozen=True):
-    """What a peer says of itself."""
+    """What a peer says of itself, or why it cannot."""
 
-    power: PeerPower
-    memory: str  # whose it is: those who name the same one share it
+    power: PeerPower = PeerPower(name="")
+    memory: str = ""  # whose it is: those who name the same one share it
+    error: str | None = None
 
 
 def partition(
@@ -66,11 +71,13 @@ def partition(
     by="memory" deals the layers in proportion to free memory, "time" so that the slowest stage is
     as fast as can be, "auto" the same within everybody's memory. The first peer measures the
     layers, one at a time, on the rows of one microbatch of `inputs`. Raises PlanError, on all
-    peers alike; its subclass DoesNotFit says by how much and where.
+    peers alike; its subclass DoesNotFit says by how much and where. Raises PlanBroken when a peer
+    is gone.
     """
     device = torch.device(device)
     carrier = carrier_for(group, device)
-    peers = _gather(carrier, _Member(_power(device), _memory(device)))
+    with _surviving(carrier):
+        peers = _gather(carrier, _member(device))
     said = None
     if carrier.rank == 0:
         try:
@@ -96,7 +103,8 @@ def partition(
         except Exception as error:  # noqa: BLE001  (told to everybody)
             dealt = _Dealt(error=f"the layers cannot be measured: {words_of(error)}")
         said = msgspec.json.encode(dealt)
-    dealt = msgspec.json.decode(carrier.say(said, 0), type=_Dealt)
+    with _surviving(carrier):
+        dealt = msgspec.json.decode(carrier.say(said, 0), type=_Dealt)
     if dealt.shortage is not None:
         raise DoesNotFit(dealt.shortage)
     if dealt.error is not None:
@@ -119,6 +127,8 @@ def profile(
             "the first peer was given no inputs to measure with",
             hint="pass a batch on rank 0: mh.partition(model, x)",
         )
+    if microbatches < 1:
+        raise UsageError(f"{microbatches} microbatches", hint="1 is the whole batch at once")
     device = torch.device(device)
     parts = inputs if isinstance(inputs, tuple) else (inputs,)
     rows = -(-len(parts[0]) // microbatches)  # of the largest one
@@ -150,6 +160,27 @@ def _layers(
         yield str(index), partial(build, spec, index, seed=seed, device=device)
 
 
+@contextmanager
+def _surviving(carrier: Carrier) -> Generator[None]:
+    """Whoever is left of those who deal hears how to begin again."""
+    try:
+        with exchanging():
+            yield
+    except PlanBroken as error:
+        num_gone = len(gone(error.message)) or 1
+        command = again(carrier.size, os.environ, sys.argv, num_gone=num_gone)
+        error.hint = f"to begin again with the peers that are left: {command}"
+        raise
+
+
+def _member(device: torch.device) -> _Member:
+    """This peer. What goes wrong is for everybody to hear."""
+    try:
+        return _Member(_power(device), _memory(device))
+    except Exception as error:  # noqa: BLE001  (told to everybody)
+        return _Member(error=words_of(error))
+
+
 def _power(device: torch.device) -> PeerPower:
     """This peer's free memory, and how many small products a second it does."""
     a = torch.ones(_SIDE, _SIDE, device=device)
@@ -175,12 +206,18 @@ def _memory(device: torch.device) -> str:
 
 
 def _gather(carrier: Carrier, own: _Member) -> list[PeerPower]:
-    """Everybody's, by rank; speeds relative to the first one's."""
+    """Everybody's, by rank; speeds relative to the first one's. Raises PlanError on all alike."""
     said = [
         carrier.say(msgspec.json.encode(own) if rank == carrier.rank else None, rank)
         for rank in range(carrier.size)
     ]
     members = [msgspec.json.decode(words, type=_Member) for words in said]
+    for rank, member in enumerate(members):
+        if member.error is not None:
+            raise PlanError(
+                f"peer {rank} cannot say what it has: {member.error}",
+                hint="device= is where that peer can compute",
+            )
     first = members[0].power.speed
     memories = [member.memory for member in members]
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from manyhands.core.errors import UsageError
 from manyhands.stages.chance import forked, seed_of, set_seed
@@ -37,21 +38,44 @@ class Spec(NamedTuple):
         """Raises UsageError when the class does not take these arguments."""
         try:
             with torch.device(device or "cpu"):
-                return self.kind(**self.kwargs)
+                made: object = self.kind(**self.kwargs)
         except (TypeError, ValueError) as error:
-            name = getattr(self.kind, "__name__", repr(self.kind))
             raise UsageError(
-                f"{name} cannot be built with {dict(self.kwargs)!r}: {error}",
+                f"{self._name} cannot be built with {dict(self.kwargs)!r}: {error}",
                 hint="the second part of (class, kwargs, shape) are the arguments of the class",
             ) from error
+        return _module(made, self._name)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.kind, "__name__", repr(self.kind))
 
     def outline(self) -> nn.Module:
         """The layer with shapes and without values: it takes no memory.
 
         Raises what its class raises; RuntimeError or NotImplementedError if that looks at values.
         """
+        # An argument `device` would come before the one that the block sets.
+        kwargs = {name: "meta" if name == "device" else v for name, v in self.kwargs.items()}
         with forked(), torch.device("meta"):
-            return self.kind(**self.kwargs)
+            return _module(self.kind(**kwargs), self._name)
+
+
+def _module(made: object, said: str) -> nn.Module:
+    """What a class has made, if it can be a layer. Raises UsageError."""
+    if not isinstance(made, nn.Module):
+        raise UsageError(
+            f"{said} made a {type(made).__name__}",
+            hint="the first part of (class, kwargs, shape) is a class of modules",
+        )
+    for name, tensor in [*made.named_parameters(), *made.named_buffers()]:
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{said}: its {name} has no shape before the first input",
+                hint="a plan must know it before: use nn.Linear(in, out) and the like, or run a "
+                "lazy module once before",
+            )
+    return made
 
 
 Model = nn.Sequential | Sequence[Any]
@@ -82,7 +106,7 @@ def _spec_of(index: int, child: object) -> nn.Module | Spec:
     if isinstance(child, tuple | list):
         items = cast("Sequence[Any]", child)
         if len(items) in (2, 3) and callable(items[0]) and isinstance(items[1], Mapping):
-            shapes = _shapes(items[2]) if len(items) == 3 else ()
+            shapes = _shapes(index, items[2]) if len(items) == 3 else ()
             kind = cast("Callable[..., nn.Module]", items[0])
             return Spec(kind, cast("Mapping[str, Any]", items[1]), shapes)
     raise UsageError(
@@ -91,21 +115,42 @@ def _spec_of(index: int, child: object) -> nn.Module | Spec:
     )
 
 
-def _shapes(given: Any) -> tuple[tuple[int, ...], ...]:  # noqa: ANN401
-    """One shape, or a list of them: of the input, then of each variable."""
-    items = cast("Sequence[Any]", given)
-    if all(isinstance(item, int) for item in items):
-        return (tuple(cast("Sequence[int]", items)),)
-    return tuple(tuple(cast("Sequence[int]", item)) for item in items)
+def _shapes(index: int, given: Any) -> tuple[tuple[int, ...], ...]:  # noqa: ANN401
+    """One shape, or a list of them: of the input, then of each variable. Raises UsageError."""
+    items = list(cast("Sequence[Any]", given)) if isinstance(given, tuple | list) else [given]
+    single = all(isinstance(item, int) for item in items)
+    shapes: list[Any] = [given] if single else items
+    for shape in shapes:
+        sizes = cast("Sequence[Any]", shape) if isinstance(shape, tuple | list) else (None,)
+        if not all(isinstance(size, int) for size in sizes):
+            raise UsageError(
+                f"layer {index} has the input shape {given!r:.200}",
+                hint="whole numbers, (32, 512); or a list of such shapes, of the input and then "
+                "of each variable",
+            )
+    return tuple(map(tuple, shapes))
 
 
 def build(layer: nn.Module | Spec, index: int, *, seed: int, device: torch.device) -> nn.Module:
-    """A layer on its device. What is built here gets the same values on whichever peer it is."""
+    """A layer on its device. What is built here gets the same values on whichever peer it is.
+
+    Raises UsageError for one without values.
+    """
     if isinstance(layer, nn.Module):
-        return layer.to(device)
-    with forked():
-        set_seed(seed_of(seed, index))
-        return layer.build().to(device)  # on the CPU first: its values do not depend on the device
+        made = _module(layer, f"layer {index} ({type(layer).__name__})")
+    else:
+        with forked():
+            set_seed(seed_of(seed, index))
+            made = layer.build()  # on the CPU: its values do not depend on the device
+    for name, tensor in [*made.named_parameters(), *made.named_buffers()]:
+        if tensor.is_meta and device.type != "meta":
+            raise UsageError(
+                f"layer {index} ({type(made).__name__}): its {name} is on the device meta, "
+                "without values",
+                hint="give the layer as (class, kwargs, input shape): it is built where the plan "
+                "puts it, and nowhere else",
+            )
+    return made.to(device)
 
 
 class Running:
@@ -170,8 +215,7 @@ def declared(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], tuple
     order = _names(module, "forward_order")
     if not order:
         return takes, gives, None
-    if not takes:
-        takes = tuple(name for name in order if name not in ("x", "input", "out"))
+    takes = takes or ordered(order)
     missing = [name for name in takes if name not in order]
     others = [name for name in order if name not in takes]
     if missing or len(others) > 1:
@@ -180,6 +224,11 @@ def declared(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], tuple
             hint="it names every variable, and one more: the place of the layer's input",
         )
     return takes, gives, order if others else ("x", *order)
+
+
+def ordered(order: tuple[str, ...]) -> tuple[str, ...]:
+    """The variables of a `forward_order` beside which nothing says what is taken."""
+    return tuple(name for name in order if name not in ("x", "input", "out"))
 
 
 TAKES = ("dependencies", "in_variables")

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
 from manyhands.core.errors import UsageError
@@ -172,21 +173,28 @@ def _build(
 
 
 def _check_tied(specs: Sequence[nn.Module | Spec], plan: Plan) -> None:
-    """A parameter in layers on different peers would become several."""
+    """A parameter or statistic in layers on different peers would become several."""
     owners: dict[int, int] = {}
     for index, layer in enumerate(specs):
         if not isinstance(layer, nn.Module):
             continue
-        for name, parameter in layer.named_parameters():
-            other = owners.setdefault(id(parameter), index)
+        for name, tensor in [*layer.named_parameters(), *_statistics(layer)]:
+            other = owners.setdefault(id(tensor), index)
             a, b = plan.layers[other], plan.layers[index]
             if (a.peers, a.split) != (b.peers, b.split):
                 raise PlanError(
                     f"layer {index} ({b.name}) shares its {name} with layer {other} ({a.name}), "
                     "and they are on different peers",
                     layer=index,
-                    hint="put both on the same peers, or give each a parameter of its own",
+                    hint="put both on the same peers, or give each one of its own",
                 )
+
+
+def _statistics(layer: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that torch's own layers write to; others may be constants, which several may have."""
+    norms = [module for module in layer.modules() if isinstance(module, _NormBase)]
+    written = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    return [(name, buffer) for name, buffer in layer.named_buffers() if id(buffer) in written]
 
 
 def _pairs(plan: Plan) -> set[tuple[int, int]]:

@@ -120,6 +120,7 @@ class _Trial:
             for layer in self._runner.layers:
                 self._at = layer.said
                 now = layer.run(now, scope)
+        scope.check()
         parts = now if isinstance(now, tuple) else (now,)
         return Rehearsed(
             carried=tuple(self._kind_of(part, f"{self._at} returned") for part in parts),
@@ -135,7 +136,7 @@ class _Trial:
 
     def _stashed(self, scope: Scope, name: str, who: str) -> Kind:
         said = f"{who} stashed as {name!r}"
-        return self._kind_of(scope.look(name), said, whole=name in scope.whole)
+        return self._kind_of(scope.values[name], said, whole=name in scope.whole)
 
     def _kind_of(self, tensor: Tensor, said: str, *, whole: bool = False) -> Kind:
         if not whole and (tensor.dim() == 0 or len(tensor) != self._rows):

@@ -22,7 +22,7 @@ def again(
     """The command that starts this program once more, for those of these peers who are not gone.
 
     Of a launcher that started only some of them nobody here knows which are left: its command is
-    said as it was, for the machines that are.
+    said for whichever machines are.
     """
     left = str(max(1, num_peers - num_gone))
     said = environ.get("MANYHANDS_AGAIN")
@@ -36,9 +36,20 @@ def again(
         if options and not saved:
             words.remove("--resume")
         return shlex.join(words)
-    if environ.get("LOCAL_WORLD_SIZE") == str(num_peers):
+    local = environ.get("LOCAL_WORLD_SIZE")
+    if local is None:
+        return shlex.join(["python", *arguments])
+    if "MANYHANDS_JOB" in environ:  # whose ranks have all of torchrun's variables
+        return shlex.join(["manyhands", "submit", "--gpus", left, "--", "python", *arguments])
+    if local == str(num_peers):
         return shlex.join(["torchrun", "--nproc-per-node", left, *arguments])
-    return shlex.join(["python", *arguments])
+    options = [
+        *("--nnodes", f"1:{environ.get('GROUP_WORLD_SIZE', num_peers)}"),
+        *("--nproc-per-node", local, "--rdzv-backend", "c10d"),
+        # Which of them: it may be the one that is gone.
+        *("--rdzv-endpoint", environ.get("MASTER_ADDR", "HOST")),
+    ]
+    return shlex.join(["torchrun", *options, *arguments])
 
 
 def hint(command: str, saved: tuple[str, int] | None) -> str:

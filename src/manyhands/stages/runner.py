@@ -149,6 +149,7 @@ class Runner:
                 if seeds is not None:
                     set_seed(seeds.of(layer.index))
                 carried = layer.run(carried, scope)
+        scope.check()
         if finish is not None:
             outputs = {LOSS: finish(carried)}
         elif isinstance(carried, tuple):
@@ -158,7 +159,7 @@ class Runner:
         if table.made_by[self.stage]:
             for value in table.made_by[self.stage]:
                 if value.name in scope.values:
-                    outputs[value.name] = scope.look(value.name)
+                    outputs[value.name] = scope.values[value.name]
             self._check(outputs, table, num_rows)
         return outputs
 

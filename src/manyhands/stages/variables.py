@@ -73,20 +73,29 @@ class Scope:
                 hint=f"there are: {known}; a variable must be stashed by an earlier layer",
             )
         self.popped.setdefault(name, []).append(self._who())
-        return self.look(name)
+        value = self.look(name)
+        self._versions.setdefault(name, version_of(value))  # of one that was given elsewhere
+        return value
 
     def look(self, name: str) -> Tensor:
-        """Raises VariableError when it was written to since it was stashed.
+        """Raises VariableError when it was written to since it was stashed, or came here.
 
         Where the layer that writes is on another peer, it would write to a copy.
         """
         value = self.values[name]
         if name in self._versions and version_of(value) != self._versions[name]:
+            by = self.stashed[name]
+            given = f"the input {name!r} is given" if by == INPUTS else f"{by} stashes {name!r}"
             raise VariableError(
-                f"{self.stashed[name]} stashes {name!r}, and a later layer writes into that tensor",
-                hint="use inplace=False there, or stash a clone",
+                f"{given}, and a later layer writes into that tensor",
+                hint="use inplace=False there, or write into a clone of it",
             )
         return value
+
+    def check(self) -> None:
+        """Raises VariableError when any was written to: who takes it later may be elsewhere."""
+        for name in self._versions:
+            self.look(name)
 
     def _who(self) -> str:
         return self.layer or "a layer"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from manyhands.core.errors import (
+    LinkBroken,
     LinkError,
     LinkTimeout,
     Malformed,
@@ -25,6 +26,7 @@ from manyhands.stages.vote import sayable, traceback_of, words_of
 from manyhands.worker.workshop import COLLECTIVE, Workshop
 
 log = logging.getLogger(__name__)
+_AGAIN = "start it again, then this worker"
 
 
 class BossGone(ManyhandsError):
@@ -48,6 +50,16 @@ class Servant:
         """Raises LinkTimeout if there is no boss in that time, Refused if it does not want this
         worker, BossGone, LinkError.
         """
+        try:
+            self._serve(patience_s)
+        except LinkBroken as error:
+            if self._boss is None:
+                raise
+            # The hub was the boss's own: nobody shall be told to look for another one.
+            said, _, _ = error.message.partition("\nhint: ")
+            raise BossGone(f"the boss is gone: {said}", hint=_AGAIN) from None
+
+    def _serve(self, patience_s: float) -> None:
         self._link.tell(Ready())
         deadline_s = time.monotonic() + patience_s
         while True:
@@ -74,7 +86,7 @@ class Servant:
     def _see(self, view: View) -> None:
         boss = next((peer for peer in view.peers() if peer.name == words.BOSS), None)
         if self._boss is not None and boss != self._boss:
-            raise BossGone("the boss is gone", hint="start it again, then this worker")
+            raise BossGone("the boss is gone", hint=_AGAIN)
         if boss is not None and self._boss is None:
             self._boss = boss
             words.say(self._link, boss, self._offer)

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.open import open_group
 from manyhands.core.address import HubAddress, check_run
-from manyhands.core.errors import UsageError
+from manyhands.core.errors import LinkError, UsageError
 from manyhands.core.plan import Plan
 from manyhands.stages import commands as words
 from manyhands.stages.carrier import exchanging
+from manyhands.stages.errors import PlanBroken
 from manyhands.stages.layers import Spec, build
 from manyhands.stages.pipeline import Pipeline
 from manyhands.stages.recipes import NotAllowed, arguments, resolve
@@ -152,14 +153,17 @@ class Workshop:
         check_run(command.run)
         elsewhere = Spec(nn.Identity, {}, ())
         model = [self._modules.get(index, elsewhere) for index in range(len(plan.layers))]
-        self._group = open_group(
-            replace(self._address, run=command.run),
-            rank=command.rank,
-            world=len(plan.peers),
-            timeout_s=words.OPERATION_S,
-            meet_s=words.MEET_S,
-            settings=words.SETTINGS,
-        )
+        try:
+            self._group = open_group(
+                replace(self._address, run=command.run),
+                rank=command.rank,
+                world=len(plan.peers),
+                timeout_s=words.OPERATION_S,
+                meet_s=words.MEET_S,
+                settings=words.SETTINGS,
+            )
+        except LinkError as error:  # who of them is to blame, the boss knows
+            raise PlanBroken(f"the workers did not meet: {error.message}") from error
         self._pipeline = Pipeline(
             model,
             plan,

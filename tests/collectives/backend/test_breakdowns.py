@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from manyhands.collectives.backend import member
+from manyhands.collectives.backend import messages as words
 from manyhands.collectives.backend.buffers import Buffers
 from manyhands.collectives.backend.exchange import Exchange
 from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.operations import Maker
 from manyhands.collectives.backend.session import Session
+from manyhands.collectives.backend.store import Keeper, StoreTimeout
 from manyhands.core.errors import UsageError
 from manyhands.links.hub import Hub
 
@@ -174,8 +176,141 @@ def test_a_receive_that_has_taken_its_message(groups):
     assert "`recv` failed" in text, text
 
 
-def test_a_refused_call_is_its_own_error_still(groups):
-    with pytest.raises(UsageError, match="to_dense"):
-        groups[VICTIM].allreduce([torch.eye(3).to_sparse()])
+EMPTY, SOME = 0, 5
+UNEQUAL = {  # what rank 0 gives nothing for, and the victim expects something of
+    "send": (
+        lambda group: group.send([torch.ones(EMPTY)], VICTIM),
+        lambda group: group.recv([torch.ones(SOME)], 0),
+    ),
+    "broadcast": (
+        lambda group: group.broadcast([torch.ones(EMPTY)], options(dist.BroadcastOptions, 0)),
+        lambda group: group.broadcast([torch.ones(SOME)], options(dist.BroadcastOptions, 0)),
+    ),
+    "reduce": (
+        lambda group: group.reduce([torch.ones(EMPTY)], options(dist.ReduceOptions, VICTIM)),
+        lambda group: group.reduce([torch.ones(SOME)], options(dist.ReduceOptions, VICTIM)),
+    ),
+    "all_to_all": (
+        lambda group: crossing(group, gives=[1, EMPTY, 1], takes=[1, 1, 1]),
+        lambda group: crossing(group, gives=[1, 1, 1], takes=[SOME, 1, 1]),
+    ),
+}
+
+
+def options(kind, root):
+    made = kind()
+    made.rootRank = root
+    return made
+
+
+def crossing(group, *, gives, takes):
+    out, given = torch.ones(sum(takes)), torch.ones(sum(gives))
+    return group.alltoall_base(out, given, takes, gives)
+
+
+@pytest.mark.parametrize("what", UNEQUAL)
+def test_nothing_where_something_is_expected(groups, what):
+    """No data comes of it, and yet nobody waits for the timeout."""
+    give, take = UNEQUAL[what]
+    works = [give(groups[0]), take(groups[VICTIM])]
+    with pytest.raises(dist.DistBackendError, match=r"rank 0 \(rank-0"):
+        works[1].wait(AT_ONCE)
+
+
+def test_nothing_where_nothing_is_expected(groups):
+    nothing = torch.ones(EMPTY)
+    works = [
+        groups[0].send([nothing], VICTIM),
+        groups[VICTIM].recv([nothing], 0),
+        *(group.broadcast([nothing], options(dist.BroadcastOptions, 0)) for group in groups),
+        *(group.reduce([nothing], options(dist.ReduceOptions, 1)) for group in groups),
+        *(group.allreduce([nothing]) for group in groups),
+        *(group._allgather_base(nothing, nothing) for group in groups),
+        *(group._reduce_scatter_base(nothing, nothing) for group in groups),
+        *(crossing(group, gives=[0] * 3, takes=[0] * 3) for group in groups),
+    ]
+    assert all(work.wait(AT_ONCE) for work in works)
+
+
+def store_of(group):
+    return group._session.store
+
+
+def overflow(group) -> None:
+    store_of(group).set("count", str(2**63 - 1))
+    store_of(group).add("count", 1)
+
+
+def outgrow(group) -> None:
+    longest = group._session.team.link.terms.part_bytes
+    store_of(group).append("log", bytes(longest))
+    store_of(group).append("log", b"x")
+
+
+REFUSED = {
+    "sparse": (lambda group: group.allreduce([torch.eye(3).to_sparse()]), "to_dense"),
+    "to itself": (lambda group: group.send([torch.ones(3)], VICTIM), "copy_"),
+    "from itself": (lambda group: group.recv([torch.ones(3)], VICTIM), "copy_"),
+    "from nobody": (
+        lambda group: group.part_of([VICTIM]).recv_anysource([torch.ones(3)]),
+        "this rank alone",
+    ),
+    "long key": (lambda group: store_of(group).set("k" * 5000, "x"), "5000 characters"),
+    "no number": (
+        lambda group: (store_of(group).set("\0" * 4000, "x"), store_of(group).add("\0" * 4000, 1)),
+        "does not hold a number",
+    ),
+    "long expectation": (
+        lambda group: store_of(group).compare_set("key", "x" * 70_000, "y"),
+        "bytes to say it",
+    ),
+    "many long keys": (
+        lambda group: store_of(group).check([f"{n:04000}" for n in range(20)]),
+        "bytes to say it",
+    ),
+    "wide amount": (lambda group: store_of(group).add("count", 2**64), "64 bits"),
+    "wide sum": (overflow, "64 bits"),
+    "long value": (outgrow, "bytes, of at most"),
+}
+
+
+@pytest.mark.parametrize("rank", [0, VICTIM])
+def test_a_keeper_forgets_whoever_asks_no_longer(groups, rank):
+    """It gave up, or has left: a program that asks again and again is not to fill the memory."""
+    keeper = groups[0]._session.keeper
+    for _ in range(3):
+        with pytest.raises(StoreTimeout):
+            store_of(groups[rank]).wait(["never"], timedelta(milliseconds=10))
+    store_of(groups[rank]).set("other", "value")  # it is behind what was said before
+    assert not keeper._waiting
+
+
+def test_a_keeper_forgets_whoever_has_left():
+    keeper, answers = Keeper(1 << 20), []
+    for asker in (1, 2):
+        ask = words.Ask(7, "get", ("late",))
+        keeper.ask(asker, ask, b"", lambda *answer, a=asker: answers.append((a, answer)))
+    keeper.forget(1)
+    keeper.ask(0, words.Ask(1, "set", ("late",)), b"now", lambda *_: None)
+    assert answers == [(2, (0, b"now", ""))]
+
+
+def test_the_largest_request_of_a_store(groups):
+    """Whatever is not refused arrives."""
+    store, refused = store_of(groups[VICTIM]), []
+    for num_bytes in range(61_380, 61_450):
+        try:
+            assert store.compare_set("key", bytes(num_bytes), "new") == bytes(num_bytes)
+        except UsageError:
+            refused.append(num_bytes)
+    assert 0 < len(refused) < 70
+    assert refused == list(range(refused[0], 61_450))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_refused_call_is_its_own_error_still(groups, what):
+    call, said = REFUSED[what]
+    with pytest.raises(UsageError, match=said):
+        call(groups[VICTIM])
     for text in [begin_sum(group) for group in groups]:
         assert text() == ""

@@ -14,6 +14,8 @@ import pytest
         ("find_unused", {}),
         ("static_graph", {}),
         ("uneven_inputs", {}),
+        ("uneven_inputs", {"by_method": True}),
+        ("stopped_by_the_first_to_end", {}),
         ("fp16_hook", {}),
         ("own_hook", {}),
         ("power_sgd", {}),

@@ -5,12 +5,13 @@ Nobody hangs, nobody crashes: the survivors end as processes do, with no thread 
 
 from __future__ import annotations
 
+import re
 import signal
 import time
+from importlib.util import find_spec
 
 import pytest
 
-from manyhands.core.peers import PeerState
 from manyhands.links.base import LinkSettings, open_link
 from manyhands.links.messages import Terms
 from manyhands.testing.contract import Reader
@@ -21,6 +22,9 @@ from tests.collectives.backend.crew import Crew
 LEASE_S = 60.0
 KNOWN_S = LEASE_S / 2
 MARGIN_S = 20.0  # for the turns of a busy machine, where a lease has to end
+
+# How Python ends of a KeyboardInterrupt; torch 2.11's own hook for what nobody catches makes it 1.
+INTERRUPTED = (-signal.SIGINT, 1)
 
 
 def test_killed_with_everything_under_way_is_known_long_before_its_lease_ends(new_crew):
@@ -86,6 +90,49 @@ def test_killed_in_a_backward_pass_in_every_mode(new_crew, mode):
         assert f"rank-{victim}" in answer.value["error"]
         assert "all_reduce" in answer.value["error"]
         assert answer.value["took_s"] < KNOWN_S
+
+
+DEADLY = [  # (program, what it is given, what one of its ranks dies sending, how much of it)
+    ("ddp.uneven_inputs", {}, "all_reduce", 6),
+    ("sharding.fsdp", {}, "all_gather", 8),
+    ("sharding.fsdp", {}, "reduce_scatter", 3),
+    ("sharding.hsdp", {}, "all_reduce", 3),
+    ("sharding.tensor_parallel", {}, "all_reduce", 1),
+    ("sharding.functional_collectives", {}, "reduce_scatter", 1),
+    ("pipelines.train", {"name": "gpipe"}, "send float32", 9),
+    ("pipelines.train", {"name": "1f1b"}, "send float32", 9),
+    ("pipelines.train", {"name": "interleaved"}, "send float32", 9),
+    ("checkpoints.save", {"asynchronous": False}, "gather", 1),
+    ("checkpoints.save", {"asynchronous": True}, "gather", 1),
+    ("transfers.objects", {}, "all_gather", 2),
+    ("frameworks.accelerate", {}, "all_reduce", 3),
+    ("frameworks.fabric", {}, "all_reduce", 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "form", "num_pieces"),
+    DEADLY,
+    ids=[
+        " ".join(map(str, (program, *given.values(), form))) for program, given, form, _ in DEADLY
+    ],
+)
+def test_killed_within_any_program(new_crew, tmp_path, program, given, form, num_pieces):
+    package = {"frameworks.fabric": "lightning_fabric"}.get(program, program.split(".")[1])
+    if program.startswith("frameworks") and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install -r requirements-dev.lock")
+    victim, world = 1, 4 if program == "sharding.hsdp" else 3
+    if program == "checkpoints.save":
+        given = given | {"folder": str(tmp_path / "checkpoint")}
+    with new_crew(world, lease_s=LEASE_S) as crew:
+        crew.begin("failures", "die_within", victim, program, given, form, num_pieces)
+        assert crew.ended(victim) == -signal.SIGKILL, crew.report()
+        for answer in crew.finish().values():
+            assert answer.ok, answer.value
+            assert f"rank {victim} (rank-{victim}" in answer.value["error"], answer.value
+            # What a rank waits for by then may be another operation than the one that was cut off.
+            assert re.search(r"`[a-z_]+ \w+\[\d+\]", answer.value["error"]), answer.value
+            assert answer.value["took_s"] < KNOWN_S
 
 
 def test_killed_before_a_hook_in_python(new_crew):
@@ -161,6 +208,7 @@ def test_left_behind(new_crew, new_url):
         crew.call("life", "leave")
         crew.join(new_url())
         crew.call("failures", "give_and_leave")
+        crew.call("failures", "sum_without_one_that_left", ranks=[1, 2])
         crew.call("life", "leave")
         crew.join(new_url())
         crew.call("failures", "answer_to_one_that_left")
@@ -190,7 +238,7 @@ def test_interrupted_in_an_operation(new_crew):
         crew.begin("failures", "wait_for_nobody", ranks=[0])
         crew.call("failures", "hear_that_it_waits", 0, ranks=[1])
         crew.signal(0, signal.SIGINT)
-        assert crew.ended(0) == -signal.SIGINT, crew.report()
+        assert crew.ended(0) in INTERRUPTED, crew.report()
         assert crew.log(0).read_text().rstrip().endswith("KeyboardInterrupt"), crew.report()
         ((_, answer),) = crew.call("failures", "all_reduce_until_error").items()
         assert "rank 0 (rank-0" in answer["error"]
@@ -203,11 +251,12 @@ def test_interrupted_while_it_waits_for_the_others_to_come(zygote, new_url):
     with open_link(url, name="watcher") as link, Crew(zygote, 1) as crew:
         reader = Reader(link)
         crew.begin("failures", "enter_a_group_of_two", url)
-        reader.settle(lambda view: "rank-0" in names(view, PeerState.ACTIVE))
-        assert crew.ended(0) == -signal.SIGINT, crew.report()
+        # Over a broker it may be gone before the word that it is ready has come to anybody.
+        reader.settle(lambda view: "rank-0" in names(view))
+        assert crew.ended(0) in INTERRUPTED, crew.report()
         assert crew.log(0).read_text().rstrip().endswith("KeyboardInterrupt"), crew.report()
         reader.settle(lambda view: "rank-0" not in names(view))
 
 
-def names(view, *states) -> set[str]:
-    return {peer.name for peer in view.peers(*states)}
+def names(view) -> set[str]:
+    return {peer.name for peer in view.peers()}

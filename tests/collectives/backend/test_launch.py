@@ -337,3 +337,14 @@ def test_a_program_that_raises(kind, new_url, start):
     for text in (err, victim_err):
         assert "terminate called" not in text
         assert "Fatal" not in text
+
+
+def test_a_fork_that_ends_leaves_its_parent_in_the_group(new_url, start):
+    """As any interpreter does at its end, it runs what was registered for that."""
+    url = new_url()
+    processes = [
+        start(sys.executable, "-W", "error", SCRIPT, "fork", url, RANK=str(rank), WORLD_SIZE="2")
+        for rank in range(2)
+    ]
+    for code, _, err in ended(*processes):
+        assert (code, err) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -53,9 +54,12 @@ class HeldLink:
         self.words.append(words.decode(message))
 
     def flush(self, timeout_s=600.0) -> None:
+        end_s = time.monotonic() + timeout_s
         while not self.confirming.wait(0.05):
             if self._closed.is_set():
                 raise LinkClosed("by this side")
+            if time.monotonic() > end_s:
+                raise LinkTimeout("the test", timeout_s)
 
     def tell(self, word) -> None:
         self.told.append(type(word))
@@ -71,6 +75,10 @@ class HeldLink:
         if event is None:
             raise LinkClosed("by the test")
         return event
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
 
     def close(self) -> None:
         if not self._closed.is_set():
@@ -207,6 +215,16 @@ def test_nothing_is_put_in_place_once_the_error_is_told(team):
     assert ends.empty()
 
 
+def test_the_link_is_closed_before_the_error_is_told(team):
+    """Its thread may be writing into memory that is the user's again from then on."""
+    open_when_told = Ends()
+    exchange = team.maker.receive(torch.zeros(LARGE), 1)
+    user = team.begin(exchange, lambda _: open_when_told.put(not team.link.closed))
+    user.join(PATIENCE_S)
+    team.see(without=(2,))
+    assert open_when_told.one is False
+
+
 def test_done_means_that_the_sums_are_on_their_way(team, monkeypatch):
     """A confirmation that comes at the worst moment does not end the operation before."""
     posted, seen = [], queue.SimpleQueue()
@@ -322,6 +340,76 @@ def test_whoever_data_is_held_back_for_may_not(team):
     assert "rank 2 (rank-2" in str(ends.one)
 
 
+class Warned(logging.Handler):
+    """What the team has warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: queue.SimpleQueue = queue.SimpleQueue()
+
+    def emit(self, record) -> None:
+        self.texts.put(record.getMessage())
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """Of anything that waits, at once: what is waited for is asked, and not how long."""
+    monkeypatch.setattr(team_module, "_STALL_S", 0.0)
+    monkeypatch.setattr(team_module, "_TICK_S", 0.01)
+    handler = Warned()
+    team_module.log.addHandler(handler)
+    yield handler
+    team_module.log.removeHandler(handler)
+
+
+def held_back(team) -> Exchange:
+    """Rank 1 is at work on it, and rank 2 holds all that it is allowed."""
+    team._accounts.sending[1].allowance = team._accounts.sending[2].allowance = 0
+    team.deliver(1, words.Here(*KEY))
+    team.settle()
+    return team.maker.broadcast(torch.ones(3), 0)
+
+
+def unconfirmed(team) -> Exchange:
+    """All of it has left, and the meeting point says nothing."""
+    team.link.confirming.clear()
+    return team.maker.send(torch.ones(LARGE), 1)
+
+
+AWAITED = [
+    (lambda team: team.maker.receive(torch.ones(3), 2), "rank 2"),
+    (held_back, "rank 2 to take what it sends"),
+    (unconfirmed, "the meeting point to take what it sends"),
+]
+
+
+@pytest.mark.parametrize(("make", "awaited"), AWAITED, ids=["data", "a reader", "a hub"])
+def test_who_is_waited_for_is_said(warned, team, make, awaited):
+    """Also of an operation that nothing comes for."""
+    exchange = make(team)
+    team.start(exchange, KEY, PATIENCE_S, Ends().put)
+    text = warned.texts.get(timeout=PATIENCE_S)
+    assert text.startswith(f"`{exchange.form}` has waited")
+    assert text.endswith(f"s for {awaited}")
+    assert team.awaits(exchange) == awaited
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (AWAITED[0][0], "no data from rank 2 (rank-2"),
+        (held_back, "what it sends was not taken by rank 2 (rank-2"),
+        (unconfirmed, "what it sends was not taken by the meeting point"),
+    ],
+    ids=["data", "a reader", "a hub"],
+)
+def test_who_was_waited_for_until_the_end_is_said(team, monkeypatch, make, text):
+    monkeypatch.setattr(team_module, "_TICK_S", 0.01)
+    ends = Ends()
+    team.start(make(team), KEY, 0.0, ends.put)
+    assert text in str(ends.one)
+
+
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 def test_data_that_nobody_expects(team, when):
     """It is an error, whenever it comes; it does not stay here for ever."""
@@ -340,6 +428,7 @@ def test_data_that_nobody_expects(team, when):
         too_much()
     if when == "after":
         team.piece(1, exchange, torch.ones(1))
+        team.piece(2, exchange, torch.ones(0))
         assert ends.one is None
         too_much()
     while not isinstance((said := team.heard.get(timeout=PATIENCE_S))[1], words.Failed):

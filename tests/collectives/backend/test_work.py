@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from manyhands.collectives.backend.exchange import Key
+from manyhands.collectives.backend.group import ManyhandsGroup
+from manyhands.collectives.backend.session import Session
 from manyhands.collectives.backend.work import Completer, Promise, Sequel, current_sequel
 from manyhands.core.errors import LinkError
 
@@ -148,3 +152,43 @@ def test_callbacks_know_their_operation(first):
     assert [number for _, number in seen] == [0, 1, 2]
     assert {found for found, _ in seen} == {sequel}
     assert current_sequel() is None
+
+
+@pytest.fixture
+def pair():
+    """A group of two ranks, of which each is a thread's."""
+    url, timeout_s = f"local:///work-{os.getpid()}", 60.0
+    with ThreadPoolExecutor(2) as pool:
+        coming = [pool.submit(Session, url, rank, 2, timeout_s) for rank in range(2)]
+        sessions = [session.result() for session in coming]
+        timeout = timedelta(seconds=timeout_s)
+        yield [ManyhandsGroup(session, "both", [0, 1], timeout) for session in sessions]
+        list(pool.map(Session.close, sessions))
+
+
+def test_a_wait_that_has_an_end_says_what_it_was_for(pair):
+    operations = [
+        (lambda group: group.barrier(), "`barrier`, which waits for rank 1,"),
+        (
+            lambda group: group.allreduce_coalesced([torch.ones(3), torch.ones(4)]),
+            r"`all_reduce float32\[3\] sum`, which waits for rank 1,",
+        ),
+    ]
+    for start, about in operations:
+        work = start(pair[0])
+        with pytest.raises(
+            dist.DistBackendError, match=rf"^{about} was not finished within 0\.01 s"
+        ):
+            work.wait(timedelta(milliseconds=10))
+        other = start(pair[1])
+        assert work.wait()
+        assert other.wait()
+
+
+def test_so_does_one_for_whoever_sends_first(pair):
+    work = pair[0].recv_anysource([torch.zeros(3)])
+    with pytest.raises(dist.DistBackendError, match=r"^`recv` from any rank was not finished"):
+        work.wait(timedelta(milliseconds=10))
+    sent = pair[1].send([torch.ones(3)], 0)
+    assert work.wait()
+    assert sent.wait()

@@ -288,6 +288,8 @@ def test_fewer_layers_than_workers_and_too_little_memory(hands):
             await BossMan(crew, [linear(), linear(512)]).distribute_model()
         assert no.value.layers == ("model[1] Linear",)
         assert no.value.missing_bytes > 3 << 20
+        assert "--memory MIB" in no.value.hint
+        assert "two tensors a parameter" in no.value.hint
         boss = BossMan(crew, [linear(), linear()])
         await boss.distribute_model()
         await boss.close()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import manyhands as mh
 from manyhands.compat.bossman import wrapped_linear
 from manyhands.compat.bossman.cost import cost_of
 from manyhands.compat.bossman.variables import variables_of
@@ -12,8 +13,10 @@ from manyhands.stages.layers import Running, Spec, specs_of
 from manyhands.stages.variables import Scope, VariableError
 
 
-def test_costs_are_counted_without_the_layer():
-    large = Spec(nn.Linear, {"in_features": 1 << 20, "out_features": 1 << 20}, ())  # 4 TiB
+@pytest.mark.parametrize("more", [{}, {"device": "cpu"}], ids=str)
+def test_costs_are_counted_without_the_layer(more):
+    kwargs = {"in_features": 1 << 20, "out_features": 1 << 20, **more}
+    large = Spec(nn.Linear, kwargs, ())  # 4 TiB
     assert cost_of(large, "layer 0").state_bytes == 4 * 4 * ((1 << 40) + (1 << 20))
     relu = cost_of(Spec(nn.ReLU, {}, ((32, 512), (32, 512))), "layer 0")
     assert (relu.state_bytes, relu.activation_bytes) == (0, 2 * 32 * 512 * 4)
@@ -38,6 +41,8 @@ def test_costs_of_layers_that_must_be_built():
 def test_wrong_arguments_name_the_layer():
     with pytest.raises(UsageError, match=r"layer 4 cannot be built with {.width.: 3}"):
         cost_of(Spec(nn.Linear, {"width": 3}, ()), "layer 4")
+    with pytest.raises(UsageError, match=r"layer 4 cannot .* its weight has no shape before the f"):
+        cost_of(Spec(nn.LazyLinear, {"out_features": 3}, ()), "layer 4")
 
 
 def linear(**more):
@@ -73,6 +78,48 @@ def test_wrapped_linear_takes_either_word():
         found = Running(layer, 0, "layer").run(x, scope)
         assert torch.equal(found, plain(x) + skip)
         assert list(scope.popped) == ["a"]
+
+
+class Takes(nn.Module):
+    """Says so as its class."""
+
+    dependencies = ["a"]  # noqa: RUF012
+
+
+class Ordered(nn.Module):
+    """Says it by the order of its arguments only."""
+
+    forward_order = ["a", "x"]  # noqa: RUF012
+
+
+class Pops(nn.Module):
+    """Says it when it runs."""
+
+    def forward(self, x):
+        return x + mh.pop("a")
+
+
+class Gives(nn.Module):
+    out_variables = ("a",)
+
+
+@pytest.mark.parametrize(
+    ("giver", "taker", "takers"),
+    [
+        (linear(out_variables=["a"]), (Takes, {}), (1,)),
+        (linear(out_variables=["a"]), (Ordered, {}), (1,)),
+        (linear(out_variables=["a"]), (Pops, {}), ()),
+        ((Gives, {}), linear(dependencies=["a"]), (1,)),
+        ((Gives, {}), (Pops, {}), ()),
+    ],
+)
+def test_layers_that_say_it_elsewhere_than_in_their_arguments(giver, taker, takers):
+    assert variables(giver, taker) == {"a": (0, takers)}
+    # Whoever comes before cannot take it, and torch's own layers never do.
+    with pytest.raises(
+        VariableError, match=r"gives 'a', and no layer takes it|layer 0 .* takes 'a'"
+    ):
+        variables(taker, giver, (nn.ReLU, {}))
 
 
 @pytest.mark.parametrize(

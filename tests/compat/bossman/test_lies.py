@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
+import time
 from contextlib import contextmanager, suppress
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from manyhands.core.errors import LinkError, ManyhandsError
 from manyhands.core.peers import View
 from manyhands.links.base import Delivery, dial, new_peer
 from manyhands.links.hub import Hub
-from manyhands.links.messages import Ready
+from manyhands.links.messages import Ready, Terms
 from manyhands.stages import commands as words
 from manyhands.stages.errors import PlanBroken
 from manyhands.wire.tensors import TensorSpec
@@ -151,6 +153,46 @@ def test_it_leaves_instead_of_an_answer():
     async def _(boss):
         with pytest.raises(PlanBroken, match="worker liar is gone"):
             await boss.distribute_model()
+
+
+async def train(boss):
+    """All that a boss can ask for, once."""
+    x = torch.ones(4, 2)
+    await boss.distribute_model()
+    await boss.send_optimizer(torch.optim.SGD, {"lr": 0.1})
+    await boss.model_train()
+    prediction = await boss.forward(x, {})
+    await boss.backward(torch.ones_like(prediction))
+    await boss.optim_step()
+    await boss.train_step(x, x, nn.functional.mse_loss, 2)
+    await boss.node_mem_clear()
+    await boss.load_state_dict(await boss.state_dict())
+
+
+@pytest.mark.parametrize("command", get_args(words.Command))
+def test_it_leaves_in_the_middle_of_any_command(command):
+    """The others do not wait for it, not even for as long as a lease; they go on without it."""
+
+    @bossed({command: Liar.leave})
+    async def _(boss):
+        started_s = time.monotonic()
+        with pytest.raises(PlanBroken, match="worker liar is gone"):
+            await train(boss)
+        assert time.monotonic() - started_s < Terms().lease_s
+        await train(boss)
+        assert boss.plan.peers == ("boss", "honest")
+
+
+def test_it_does_not_come_to_the_meeting():
+    """It says so instead: nobody waits for it."""
+    refusal = "no such place"
+
+    @bossed({words.Enter: lambda liar, word: words.Failed(word.id, "error", refusal)})
+    async def _(boss):
+        started_s = time.monotonic()
+        with pytest.raises(WorkerFailed, match=f"worker liar: {refusal}"):
+            await boss.distribute_model()
+        assert time.monotonic() - started_s < Terms().lease_s
 
 
 def test_it_leaves_when_its_state_is_asked_for():

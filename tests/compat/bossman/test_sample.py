@@ -90,4 +90,8 @@ def test_workers_end_when_the_boss_is_killed(start):
         _, log = worker.communicate(timeout=PATIENCE_S)
         assert worker.returncode == 1, log
         assert "error: " in log
-        assert "Traceback" not in log.split("error: ")[-1]
+        said = log.split("error: ")[-1]
+        assert said.startswith("the boss is gone")
+        assert "start it again, then this worker" in said
+        assert "manyhands hub" not in said  # nobody has started one
+        assert "Traceback" not in said

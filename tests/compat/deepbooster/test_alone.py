@@ -13,6 +13,7 @@ from manyhands.collectives.mail import Mail
 from manyhands.compat.deepbooster import Dataset, Trainer, TrainingBroken
 from manyhands.compat.deepbooster.learner import Learner
 from manyhands.compat.deepbooster.training import Training
+from manyhands.core.errors import UsageError
 from manyhands.links.base import LinkSettings, dial, new_peer
 from manyhands.links.hub import Hub
 from tests.compat.deepbooster.crew import PATIENCE_S, random_lines, write_chunk
@@ -23,6 +24,13 @@ pytestmark = pytest.mark.usefixtures("broker")  # before the leak check looks
 def learner():
     model = nn.Linear(3, 1)
     return Learner(model, nn.MSELoss(), torch.optim.SGD(model.parameters()), "cpu")
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    model = nn.Linear(3, 1)
+    with pytest.raises(UsageError, match="LBFGS calls its closure several times") as caught:
+        Learner(model, nn.MSELoss(), torch.optim.LBFGS(model.parameters()), "cpu")
+    assert "Adam or SGD say" in str(caught.value)
 
 
 def test_an_error_of_the_users_code_names_the_line(tmp_path):

@@ -29,6 +29,9 @@ class Session:
             "XDG_STATE_HOME": str(folder / "state"),
             "OMP_NUM_THREADS": "1",
         }
+        # What is typed in the second terminal finds the cluster as a user's does: by its folder.
+        for name in ("MANYHANDS_COORDINATOR", "MANYHANDS_TOKEN", "MANYHANDS_FINGERPRINT"):
+            self.environ.pop(name, None)
         if not gpus:
             self.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.state = folder / "state" / "manyhands" / "cluster"
@@ -56,7 +59,6 @@ class Session:
         else:
             raise AssertionError(self.errors)
         self.address = re.search(r"https://(\S+)", self.said)[1]
-        self.environ["MANYHANDS_COORDINATOR"] = self.address
         return self
 
     def __exit__(self, *error):

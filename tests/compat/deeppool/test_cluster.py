@@ -1,5 +1,6 @@
 """DeepPool's flags, and its client's parameters."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from manyhands.cluster.errors import CoordinatorClosed
+from manyhands.cluster.follow import Follower
+from manyhands.cluster.identity import open_identity
 from manyhands.cluster.job import Job, Spec
 from manyhands.compat.deeppool.client import ClusterClient, options_of
 from manyhands.compat.deeppool.cluster import ignored, main, parser, settings_of
@@ -47,6 +50,16 @@ def test_the_seeds_command(tmp_path, monkeypatch):
     made = settings_of(parser().parse_args([*typed.split(), "--hostfile", "hostfile.txt"]))
     assert (made.bind, made.logdir) == ("127.0.0.1:12347", tmp_path / "logs")
     assert [(host.address, host.gpus) for host in made.hosts] == [("127.0.0.1", (0, 1))]
+    assert made.user is None
+
+
+def test_root_is_told_of_what_jobs_may_do_and_can_say_otherwise(monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("manyhands.compat.deeppool.cluster.run", made.append)
+    assert main([]) == main(["--user", "nobody"]) == 0
+    assert [settings.user for settings in made] == [None, "nobody"]
+    assert capsys.readouterr().err.count("warning: jobs run as root; --user NAME") == 1
 
 
 def test_without_a_hostfile_it_is_this_machine():
@@ -157,6 +170,18 @@ class Refusing:
 
     def close(self):
         pass
+
+
+def test_who_stops_following_is_told_that_the_job_lives(tmp_path, monkeypatch, capsys):
+    def interrupted(follower):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Follower, "run", interrupted)
+    open_identity(tmp_path)
+    with ClusterClient(state=tmp_path) as client, pytest.raises(KeyboardInterrupt):
+        client.follow(7, io.BytesIO())
+    said = capsys.readouterr().err
+    assert f"job 7 goes on; its output: manyhands logs --state {tmp_path} 7 -f" in said
 
 
 def test_a_program_that_is_not_there_is_not_submitted(tmp_path):

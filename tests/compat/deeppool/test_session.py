@@ -4,6 +4,8 @@ a GPU, where there is one.
 
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,15 @@ from manyhands.cluster.job import State
 from manyhands.compat.deeppool import ClusterClient, load_weights
 from manyhands.compat.deeppool.client import FLAGS
 from manyhands.testing.processes import end_tree
-from tests.compat.deeppool.session import READY, Session, done, job_of, part_of
+from tests.compat.deeppool.session import (
+    EXAMPLES,
+    PATIENCE_S,
+    READY,
+    Session,
+    done,
+    job_of,
+    part_of,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -111,6 +121,43 @@ def test_other_models_side_by_side(session, few_digits):
     finally:
         for program in programs.values():
             end_tree(program, patience_s=0)
+
+
+def test_the_examples_are_programs_that_can_be_submitted_too(session, few_digits):
+    """As the page has it; they say so when their numbers are not the job's."""
+    data = ["--data", str(few_digits / "train"), "--evaluation", str(few_digits / "test")]
+    few = ["--epochs", "1"]
+    submitted = {
+        "vgg16": ("vgg", *data, "--width", "4", "--hidden", "16", "--pool", "1"),
+        "wrn": ("wrn", *data, "--depth", "10", "--factor", "1"),
+        "gpt": ("gpt", "--data", __file__, "--length", "16", "--width", "16"),
+    }
+    for name, (example, *small) in submitted.items():
+        code, said = submit(session, "2", f"examples/{example}.py", "2", "16", *few, *small)
+        assert code == 0, said
+        assert f"{name}: rank 0 of 2 on cpu" in said
+        assert f"A training job {name} is completed" in said
+    code, said = submit(session, "1", "examples/vgg.py", "2", "16")
+    assert code == 2
+    assert "the job has 1 slots, and its program was told of 2" in said
+
+
+def submit(session, slots, *words):
+    """`manyhands submit --wait`, typed where the examples are; its code and all that it says."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "manyhands", "submit", "--gpus", slots, "--wait"),
+            *("--", "python", *words),
+        ],
+        cwd=EXAMPLES.parent,
+        env=session.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    return done.returncode, done.stdout
 
 
 def test_a_script_of_ones_own_by_the_client(session, few_digits):

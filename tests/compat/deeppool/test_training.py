@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,14 +17,16 @@ import torch
 from manyhands.checkpoint.store import Store
 from manyhands.compat.deeppool import Lesson, main, models
 from manyhands.compat.deeppool.tables import pictures, text
-from manyhands.compat.deeppool.terms import Place, Terms, check_split, grain_of
+from manyhands.compat.deeppool.terms import Place, Terms, check_job, check_split, grain_of
 from manyhands.compat.deeppool.training import device_of, load_weights, train
 from manyhands.core.errors import UsageError
 from manyhands.links.hub import Hub
+from manyhands.replica.keeper import Keeper
 from manyhands.testing.processes import end_tree
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "resnetImported.py"
 PATIENCE_S = 200.0  # for a program that loads torch, where others work too
+EPOCHS = "9999"  # of a training that a test ends
 # In float64: sums over grains are added up in another order. What is said has six decimals.
 TOLERANCE = 2e-6
 _runs = itertools.count()
@@ -37,7 +41,11 @@ def meet(monkeypatch):
 
 
 class Job:
-    """The processes of a job, as threads of this one."""
+    """The processes of a job, as threads of this one. `said` is the kind of list of what each has
+    said.
+    """
+
+    said = list
 
     def __init__(self, tables, make, optimizer=None):
         self._tables, self._make = tables, make
@@ -60,7 +68,7 @@ class Job:
             return [rank.result() for rank in ranks]
 
     def _train(self, place, model, terms):
-        said = []
+        said = self.said()
         wanted = {"name": "test", "batch": 16, "epochs": 2, "lr": 0.02, "every": 1}
         wanted |= {"device": "cpu", "double": True}
         train(
@@ -104,6 +112,24 @@ def test_the_curve_does_not_depend_on_the_number_of_slots(resnet, world):
         assert said[-1].endswith("0.00 be img/s, 16 globalBatchSize).")
 
 
+class Witness(list):
+    """With each line that a rank says: which readers of data live then, those of all ranks."""
+
+    def append(self, line):
+        names = [thread.name for thread in threading.enumerate()]
+        super().append((line, Counter(name for name in names if name.startswith("reader "))))
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_every_slot_has_its_own_workers_for_data(resnet, workers):
+    resnet.said = Witness
+    for said in resnet.run(2, epochs=1, workers=workers):
+        # In its second round a rank knows that the other one has read a batch, too.
+        (second,) = [readers for line, readers in said if line.startswith("round 2/")]
+        assert second.keys() == {f"reader {number}" for number in range(workers)}
+        assert all(count >= 2 for count in second.values())
+
+
 def test_a_text_too(tmp_path, meet):
     (tmp_path / "text").write_bytes(EXAMPLE.read_bytes())
     size = models.Size(vocabulary=256, length=16, layers=1, heads=2, width=16)
@@ -136,6 +162,31 @@ def test_every_epoch_is_saved_and_more_of_them_go_on(resnet, tmp_path):
     (nothing,) = resnet.run(1, epochs=3, grain=8, save=save)
     assert numbers(nothing) == ([], [])
     assert "(0 iters, 0.00 be img/s" in nothing[-1]
+
+
+def test_a_disk_that_is_slower_than_an_epoch_is_waited_for(resnet, tmp_path, monkeypatch):
+    """The first write ends when another epoch has come to its end, and waits for it."""
+    save, waited = str(tmp_path / "saved"), threading.Event()
+    make, save_one = Keeper.__init__, Keeper._write
+
+    class Idle(threading.Event):
+        def wait(self, timeout=None):
+            waited.set()
+            return super().wait(timeout)
+
+    def made(keeper, *arguments, **given):
+        make(keeper, *arguments, **given)
+        keeper._idle = Idle()
+        keeper._idle.set()
+
+    def write(keeper, checkpoint):
+        assert checkpoint.round > 3 or waited.wait(PATIENCE_S)
+        save_one(keeper, checkpoint)
+
+    monkeypatch.setattr(Keeper, "__init__", made)
+    monkeypatch.setattr(Keeper, "_write", write)
+    resnet.run(1, epochs=3, grain=8, save=save)
+    assert [place.round for place in Store(save).places() if place.complete] == [3, 6, 9]
 
 
 def test_weights_of_another_training(resnet, tmp_path):
@@ -203,23 +254,31 @@ class Program:
 @pytest.fixture
 def options(few_digits, tmp_path):
     return [
-        *("1", "16", "--here", "--width", "4", "--every", "1", "--epochs", "60"),
+        *("1", "16", "--here", "--width", "4", "--every", "1", "--epochs", EPOCHS),
         *("--data", str(few_digits / "train"), "--evaluation", str(few_digits / "test")),
         *("--save", str(tmp_path / "saved")),
     ]
 
 
+def saved(folder):
+    """The round of the newest checkpoint that is whole."""
+    places = Store(folder / "saved").places()
+    return max((place.round for place in places if place.complete), default=0)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_who_is_killed_or_told_to_end_goes_on(options, tmp_path, number):
     with Program(*options) as program:
-        program.until("epoch 3/60")
+        program.until(f"epoch 3/{EPOCHS}")
+        while saved(tmp_path) < 6:  # a disk that is slow costs checkpoints
+            program.until("epoch ")
         program.process.send_signal(number)
         code, said, errors = program.end()
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 128 + signal.SIGTERM), errors
-    newest = max(place.round for place in Store(tmp_path / "saved").places() if place.complete)
+    newest = saved(tmp_path)
     if number == signal.SIGTERM:
-        assert f"told to end after round {newest} of 180" in said
-    assert 6 <= newest < 180
+        assert f"told to end after round {newest} of {3 * int(EPOCHS)}" in said
+    assert 6 <= newest < 3 * int(EPOCHS)
     epochs = newest // 3 + 2
     with Program(*options, "--epochs", str(epochs)) as program:
         code, said, errors = program.end()
@@ -256,6 +315,20 @@ def test_what_cannot_be_trained(capsys, wrong, says):
     assert said.err.startswith("error: ")
     assert says in said.err
     assert "hint: " in said.err
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"WORLD_SIZE": "4"}, "the job has 4 slots, and its program was told of 2"),
+        ({"WORLD_SIZE": "2", "MANYHANDS_BATCH": "128"}, "global batch of 128, and .* told of 16"),
+    ],
+)
+def test_what_was_typed_has_to_be_what_the_job_has(environ, says):
+    with pytest.raises(UsageError, match=says):
+        check_job(environ, 2, 16)
+    check_job({}, 2, 16)
+    check_job({"WORLD_SIZE": "2", "MANYHANDS_BATCH": "16"}, 2, 16)
 
 
 # -- decisions ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Where metrics go: the console, `with_logger`, a logger of one's own, wandb."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -198,5 +199,6 @@ def test_wandb_that_is_missing_is_said_at_once(monkeypatch):
 
 
 def test_steps_go_up():
+    assert inspect.signature(WandbLogger).parameters["step_increment"].default == 1
     with pytest.raises(UsageError, match="step_increment=0"):
         WandbLogger(project="DDP", step_increment=0)

@@ -27,6 +27,20 @@ def by_hand(output, ids, k):
     return right / len(ids)
 
 
+@pytest.mark.parametrize("wrong", [-1, -100, 3])
+def test_a_class_that_no_output_is_for_is_named(wrong):
+    """To the loss -100 may mean something; a rank it has none. A GPU would end the process."""
+    output, ids = torch.zeros(2, 3), torch.tensor([0, wrong])
+    model = nn.Linear(4, 3)
+    for call in (
+        lambda: topkaccuracy(output, ids),
+        lambda: showpreds(output, ids),
+        lambda: log_loss_and_acc(F.cross_entropy, model, (torch.zeros(2, 4), ids)),
+    ):
+        with pytest.raises(UsageError, match=f"class {wrong}, but the model has 3 outputs"):
+            call()
+
+
 @pytest.mark.parametrize("k", [1, 2, 5, 10, 50])
 @pytest.mark.parametrize("ties", [False, True])
 def test_top_k_is_what_one_counts_by_hand(k, ties):

@@ -18,11 +18,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from manyhands.compat.fluxdistributed import NotSynced, connect, getgrads, start, syncgrads
+from manyhands.compat.fluxdistributed import (
+    NotSynced,
+    connect,
+    getgrads,
+    launch,
+    processes,
+    start,
+    syncgrads,
+)
 from manyhands.compat.fluxdistributed.launch import _Crew
 from manyhands.compat.fluxdistributed.processes import worker_device
 from manyhands.core.errors import LinkError, UsageError
+from manyhands.data import register
 from manyhands.testing.processes import end_tree
+from tests.compat.fluxdistributed.imagenet import write_imagenet
 from tests.compat.fluxdistributed.models import SGD, close, data, mlp, normed, quiet, same, trained
 
 ROOT = Path(__file__).parents[3]
@@ -217,6 +227,35 @@ def test_the_main_process_is_no_worker():
         group.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("environ", "given", "outage_s"),
+    [
+        ({}, {}, 5.0),
+        ({"MANYHANDS_OUTAGE": "90"}, {}, 90.0),
+        ({"MANYHANDS_OUTAGE": "90"}, {"outage_s": 1.0}, 1.0),
+    ],
+)
+def test_a_meeting_point_is_looked_for_as_long_as_somebody_says(
+    monkeypatch, environ, given, outage_s
+):
+    found = []
+    monkeypatch.delenv("MANYHANDS_OUTAGE", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "open_group", lambda *_, **said: found.append(said["settings"]))
+    connect("local:///x", rank=0, workers=1, **given)
+    assert [settings.outage_s for settings in found] == [outage_s]
+
+
+def test_start_does_not_look_long_for_its_own_hub(monkeypatch):
+    """What is gone with this process does not come back, whatever the cluster says of its hub."""
+    found = []
+    monkeypatch.setenv("MANYHANDS_OUTAGE", "660")
+    monkeypatch.setattr(processes, "open_group", lambda *_, **said: found.append(said["settings"]))
+    launch._meet("local:///x", 0, 1)
+    assert [settings.outage_s for settings in found] == [5.0]
+
+
 def test_a_worker_takes_a_gpu_by_its_number_or_what_it_is_told(monkeypatch):
     assert worker_device("cpu", 3) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -366,3 +405,18 @@ def test_the_driver_starts_four_workers_and_they_learn(tmp_path):
     assert "30 steps, 0 skipped" in said  # 1500 samples, 4 * 25 a step
     right = float(re.search(r"(\S+)% of unseen samples are right", said)[1])
     assert right > 50
+
+
+@pytest.mark.timeout(300)  # three processes that load torch
+def test_the_driver_finds_imagenet_by_its_name(tmp_path, monkeypatch):
+    write_imagenet(tmp_path / "imagenet", train=4, val=1)
+    register("tiny", tmp_path / "imagenet", file=tmp_path / "Data.toml")
+    monkeypatch.setenv("MANYHANDS_DATA_PATH", str(tmp_path))
+    options = ("--dataset", "tiny", "--classes", 2, "--epochs", 1, "--batchsize", 2)
+    with started(
+        tmp_path, ROOT / "examples" / "driver.py", "--workers", 2, "--every", 1, *options
+    ) as process:
+        said, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, errors
+    assert "2 steps, 0 skipped" in said  # 8 samples of the two classes, 2 * 2 a step
+    assert "of unseen samples are right" in said

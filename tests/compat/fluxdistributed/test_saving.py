@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from manyhands.compat.fluxdistributed import load_weights, prepare_training, train
+from manyhands.compat.fluxdistributed.loop import Replica
 from manyhands.core.errors import CheckpointError, UsageError
 from tests.compat.fluxdistributed.models import ADAM, CLASSES, FEATURES, data, normed, quiet, same
 
@@ -207,6 +208,64 @@ def test_a_training_is_not_saved_among_anothers_checkpoints(tmp_path):
         train(F.cross_entropy, again, buffer, resume=other, save=older, logger=quiet)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in load_weights(older).items())
     result = train(F.cross_entropy, again, buffer, resume=other, save=other, logger=quiet)
+    assert result.steps == 14
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"opt": torch.optim.Adam}, r"with SGD and StepLR; this one has Adam and no torch"),
+        ({"sched": lambda step, _: 0.1}, r"with SGD and StepLR; this one has SGD and no torch"),
+        (
+            {"sched": torch.optim.lr_scheduler.ExponentialLR},
+            r"with SGD and StepLR; this one has SGD and ExponentialLR",
+        ),
+    ],
+)
+def test_another_kind_of_optimizer_or_scheduler_is_refused(tmp_path, changed, said):
+    """Before anything is done: torch would fail late, or begin its schedule anew in silence."""
+
+    def made(sched, opt=None):
+        model = normed()
+        opt = sgd(model) if opt is None else opt(model.parameters())
+        if isinstance(sched, type):
+            sched = sched(opt, gamma=0.5)
+        return *prepare_training(model, table(), ["cpu"], opt, 8, cycles=3), sched
+
+    setup, buffer, _ = made(None)
+    sched = torch.optim.lr_scheduler.StepLR(setup.opt, 2)
+    train(F.cross_entropy, setup, buffer, sched=sched, save=tmp_path, logger=quiet)
+    other, buffer, sched = made(changed.get("sched"), changed.get("opt"))
+    with pytest.raises(UsageError, match=said):
+        train(F.cross_entropy, other, buffer, sched=sched, resume=tmp_path, logger=quiet)
+    assert same(other.models[0], normed())
+
+
+def test_a_function_may_become_another_but_no_scheduler(tmp_path):
+    model = normed()
+    setup, buffer = prepare_training(model, table(), ["cpu"], sgd(model), 8, cycles=3)
+    train(F.cross_entropy, setup, buffer, sched=halving, save=tmp_path, logger=quiet)
+    setup, buffer = prepare_training(model, table(), ["cpu"], sgd(model), 8, cycles=3)
+    train(F.cross_entropy, setup, buffer, resume=tmp_path, logger=quiet)
+    sched = torch.optim.lr_scheduler.StepLR(setup.opt, 2)
+    with pytest.raises(UsageError, match="SGD and no torch scheduler; this one has SGD and StepLR"):
+        train(F.cross_entropy, setup, buffer, sched=sched, resume=tmp_path, logger=quiet)
+
+
+def test_a_checkpoint_that_does_not_say_its_kinds_is_taken(tmp_path, monkeypatch):
+    """Those of earlier releases."""
+    state = Replica.state
+    monkeypatch.setattr(
+        Replica, "state", lambda self: {k: v for k, v in state(self).items() if k != "kinds"}
+    )
+    interrupted(tmp_path, 7)
+    monkeypatch.undo()
+    setup, buffer = prepared()
+    result = train(F.cross_entropy, setup, buffer, sched=halving, resume=tmp_path, logger=quiet)
     assert result.steps == 14
 
 

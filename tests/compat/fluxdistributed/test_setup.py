@@ -1,7 +1,10 @@
 """prepare_training: what it takes, what it makes."""
 
 import functools
+import inspect
+import threading
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from manyhands.compat.fluxdistributed import prepare_training
 from manyhands.compat.fluxdistributed.hands import cores_for
 from manyhands.compat.fluxdistributed.setup import resolve
 from manyhands.core.errors import UsageError
-from tests.compat.fluxdistributed.models import ADAM, SGD, data, mlp, same
+from tests.compat.fluxdistributed.models import ADAM, SGD, data, mlp, same, trained
 
 
 def test_a_replica_an_optimizer_and_a_slot_for_each_device():
@@ -103,6 +106,9 @@ class Stream(IterableDataset):
         ({"devices": []}, "no device"),
         ({"devices": ["gpu:0"]}, "'gpu:0' is no device"),
         ({"devices": ["cuda:77"]}, "cuda:77 is not here: torch sees"),
+        ({"devices": ["hpu"]}, "hpu is not here: "),
+        ({"opt": torch.optim.LBFGS}, "LBFGS calls its closure several times"),
+        ({"opt": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS calls its closure several times"),
         ({"opt": lambda parameters: 3}, "makes no optimizer"),
         ({"opt": 3}, "opt=3 makes no optimizer"),
         ({"key": Stream()}, "Stream is no table"),
@@ -111,6 +117,11 @@ class Stream(IterableDataset):
         ({"classes": []}, "classes="),
         ({"classes": [-1]}, "classes="),
         ({"classes": [77]}, "no row of these classes"),
+        ({"classes": 10}, "classes=10"),
+        ({"classes": ["n01440764"]}, "classes=.*n01440764"),
+        ({"batchsize": 2.5}, r"batchsize=2\.5"),
+        ({"cycles": 2.5}, r"cycles=2\.5"),
+        ({"epochs": "2"}, "epochs='2'"),
     ],
 )
 def test_bad_arguments_are_refused(change, said):
@@ -119,6 +130,13 @@ def test_bad_arguments_are_refused(change, said):
         prepare_training(**{**given, **change})
     if "no row" not in said and "makes" not in said and change.get("key") != []:
         assert caught.value.hint
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    four, two = numpy.int64(4), numpy.int64(2)
+    options = {"cycles": two, "buffersize": two, "seed": two}
+    _, made = trained(mlp(), data(), ["cpu"], four, options=options, save=tmp_path)
+    assert made.steps == 2
 
 
 def test_an_optimizer_of_something_else_is_refused():
@@ -164,3 +182,43 @@ def test_every_name_is_there():
     assert callable(flux.train)  # whatever was imported before
     with pytest.raises(AttributeError):
         _ = flux.nothing
+
+
+def test_defaults_are_those_that_are_promised():
+    def defaults(function):
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+    known = {"devices": None, "epochs": None, "cycles": 5, "classes": None, "buffersize": 5}
+    known |= {"dataset": "imagenet_local", "seed": 0, "transform": None}
+    assert known.items() <= defaults(flux.prepare_training).items()
+    known = {"opt": None, "val": None, "sched": None, "log_every": 10, "eval_every": 50}
+    known |= {"on_oom": "skip", "logger": None, "save": None, "resume": None}
+    assert known.items() <= defaults(flux.train).items()
+
+
+@pytest.mark.parametrize("buffersize", [1, 3])
+def test_no_more_batches_are_read_ahead_than_the_buffer_has_room_for(buffersize):
+    """While the first step waits, its own batch has been read and as many more."""
+    room, full, over = 4 * (1 + buffersize), threading.Event(), threading.Event()
+    table, read, waited = data(40), set(), []
+
+    class Table(torch.utils.data.Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            read.add(index)
+            (over if len(read) > room else full if len(read) == room else threading.Event()).set()
+            return table[index]
+
+    def loss(output, target):
+        if not waited:
+            waited.append(full.wait(60) and not over.wait(0.2))
+        return nn.functional.cross_entropy(output, target)
+
+    setup, buffer = prepare_training(
+        mlp(), Table(), ["cpu"], SGD, 4, cycles=8, buffersize=buffersize
+    )
+    flux.train(loss, setup, buffer)
+    assert waited == [True]

@@ -11,6 +11,7 @@ from manyhands.compat.fluxdistributed import (
     NotSynced,
     check_nans,
     ensure_synced,
+    log_loss_and_acc,
     prepare_training,
     sync_buffer,
     train_step,
@@ -166,6 +167,36 @@ def test_a_batch_in_pieces_has_the_gradient_of_the_whole(pieces):
     assert loss == pytest.approx(float(F.cross_entropy(model(x), y).detach()))
     for name, expected in gradients(model, x, y).items():
         torch.testing.assert_close(buffer[0][name], expected)
+
+
+def indices(output, labels):
+    """A loss of one's own, whose labels are places in the row."""
+    return -output.log_softmax(1).gather(1, labels.clamp(min=0)).mean()
+
+
+@pytest.mark.parametrize("loss", [nn.MultiLabelMarginLoss(), indices])
+def test_integers_of_the_shape_of_the_output_that_are_not_one_hot_stay_what_they_are(loss):
+    """Each row lists its classes."""
+    x = data(6)[:][0]
+    labels = torch.tensor([[3, 0, -1, -1], [1, -1, -1, -1]]).repeat(3, 1)
+    model = mlp()
+    setup, buffer = prepared(model, 1)
+    wanted = loss(model(x), labels).detach()
+    found = train_step(loss, buffer, 0, setup.models[0], x, labels)
+    assert found == pytest.approx(float(wanted))
+    found = log_loss_and_acc(loss, model, (x, labels), log=lambda row, step: None)
+    assert found["val/loss"] == pytest.approx(float(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_several_truths_in_a_row_are_floats_for_the_loss(dtype):
+    x = data(6)[:][0]
+    truths = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0]]).repeat(3, 1)
+    model = mlp()
+    loss = F.binary_cross_entropy_with_logits
+    wanted = float(loss(model(x), truths.double()).detach())
+    found = log_loss_and_acc(loss, model, (x, truths.to(dtype)), log=lambda row, step: None)
+    assert found["val/loss"] == pytest.approx(wanted)
 
 
 def test_a_step_that_raises_leaves_the_model_as_it_was():

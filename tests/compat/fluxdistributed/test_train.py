@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from manyhands.compat.fluxdistributed import prepare_training, train
+from manyhands.compat.fluxdistributed.optimizers import pace_for
 from manyhands.core.errors import ManyhandsError, UsageError
 from manyhands.data.chance import generator
 from manyhands.data.order import Order
@@ -202,9 +203,11 @@ def test_five_cycles_by_default():
     assert trained(mlp(), data(), ["cpu"], 4)[1].steps == 5
 
 
-def test_labels_may_be_one_hot():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
+def test_labels_may_be_one_hot(dtype):
+    """Also as `F.one_hot` makes them, and as Flux has them: losses of torch's take floats."""
     x, y = data(40)[:]
-    hot = torch.utils.data.TensorDataset(x, F.one_hot(y, CLASSES).double())
+    hot = torch.utils.data.TensorDataset(x, F.one_hot(y, CLASSES).to(dtype))
     options = {"cycles": 6}
     ids, with_ids = trained(
         mlp(), data(40), ["cpu"] * 2, 4, options=options, val=(x, y), eval_every=6
@@ -406,3 +409,12 @@ def test_a_scheduler_of_another_optimizer_is_refused():
         trained(model, data(), ["cpu"], 4, sched=torch.optim.lr_scheduler.StepLR(other, 1))
     with pytest.raises(UsageError, match="sched=3"):
         trained(model, data(), ["cpu"], 4, sched=3)
+
+
+def test_an_identity_is_no_schedule_and_what_is_one_is_said():
+    """FluxDistributed's own example has `sched = identity`."""
+    with pytest.raises(UsageError, match=r"\(step, optimizer\)") as caught:
+        trained(mlp(), data(), ["cpu"], 4, sched=lambda x: x)
+    assert "None" in caught.value.hint
+    for sched in (max, lambda *both: None, lambda step, optimizer, least=0.0: least):
+        pace_for(sched, SGD, SGD(mlp().parameters()))  # what takes both, and what nobody knows of

@@ -73,6 +73,59 @@ if __name__ == "__main__":
     others = {name: look(name, []) for name in ("kept", "julia/hub", "by_url")}
     print(json.dumps({"ours": ours, **others}))
 """
+LOAD = """
+import io, json
+import fsspec, s3fs
+from PIL import Image
+from manyhands.data import Blob, ImageTree, JsonlTable, Loader
+from manyhands.data.access import open_access
+
+LINES = 20_000
+fetched = []  # bytes that were asked for of the file of lines
+
+class Counting(s3fs.S3FileSystem):
+    async def _call_s3(self, method, *words, **options):
+        if method == "get_object" and options["Key"] == "tables/lines.jsonl":
+            first, last = map(int, options["Range"].removeprefix("bytes=").split("-"))
+            fetched.append(last + 1 - first)
+        return await super()._call_s3(method, *words, **options)
+
+def write(system):
+    for number in range(6):
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(file, "png")
+        system.pipe(f"bucket/pictures/{'ab'[number % 2]}/{number}.png", file.getvalue())
+    lines = (f'{{"id": {i}, "text": "{"x" * 1000}"}}\\n' for i in range(LINES))
+    system.pipe("bucket/tables/lines.jsonl", "".join(lines).encode())
+
+def shade(image):
+    return int(image[0, 0, 0])
+
+def id_of(row):
+    return row["id"]
+
+def read(table, batch, batches, kind):
+    with Loader(table, batch, seed=3, workers=2, kind=kind, collate=list) as loader:
+        return [sample for batch, _ in zip(loader, range(batches)) for sample in batch]
+
+if __name__ == "__main__":
+    fsspec.register_implementation("s3", Counting, clobber=True)
+    system = Counting(skip_instance_cache=True)
+    write(system)
+    size = system.size("bucket/tables/lines.jsonl")
+    pictures = ImageTree("s3://bucket/pictures", transform=shade)
+    lines = JsonlTable("s3://bucket/tables/lines.jsonl", transform=id_of)
+    scanned, requests = sum(fetched), len(fetched)
+    found = {"size": size, "scanned": scanned, "requests": requests}
+    for kind in ("thread", "process"):
+        fetched.clear()
+        found[kind] = read(pictures, 2, 3, kind), read(lines, 10, 10, kind)
+        found[kind + " fetched"] = sum(fetched)
+    inner = open_access(Blob.at("dir://lines.jsonl", path="bucket/tables", target_protocol="s3"))
+    fetched.clear()
+    found["inner"] = len(inner.read(5, 1000)), sum(fetched)
+    print(json.dumps(found))
+"""
 DATA = """
 data_config_version = 1
 
@@ -205,6 +258,25 @@ def test_a_bucket_is_a_tree_in_every_process(place, port):
         assert one["end"] == CONTENT["d/a.bin"][-4:].hex()
     copies = [p for p in (place / "here" / "copies").rglob("*") if p.is_file()]
     assert sorted(p.read_bytes() for p in copies) == sorted(CONTENT.values())
+
+
+def test_loaders_read_buckets(place, port):
+    """By threads and by processes, which open the bucket anew. A line costs its own bytes."""
+    (place / "load.py").write_text(LOAD)
+    environ = KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    code, out, err = call(place, place / "load.py", **environ)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["size"] > 20_000_000
+    assert found["scanned"] < found["size"] + 200_000  # once, and the ends again
+    assert found["requests"] < 6
+    pictures, lines = found["thread"]
+    assert sorted(pictures) == sorted([n, n % 2] for n in range(6))
+    assert len(set(lines)) == 100
+    assert found["process"] == found["thread"]
+    # Ten batches of ten, a kilobyte each, and what was read ahead: four batches at most.
+    assert 0 < found["thread fetched"] < 200_000
+    assert found["inner"] == [995, 995]  # through a folder of a bucket, too
 
 
 def test_check_looks_into_buckets(place):

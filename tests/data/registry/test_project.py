@@ -13,6 +13,7 @@ from manyhands.core.errors import RegistryError, UsageError
 from manyhands.data.drivers import DRIVERS, open_storage
 from manyhands.data.project import EXAMPLE, make_project, parse_project, read_project
 from manyhands.data.registry import dataset
+from manyhands.data.secret import hide
 
 from .conftest import patient
 
@@ -133,6 +134,14 @@ def test_version_0_has_no_groups():
     assert "data_config_version 0" in problem
 
 
+def test_of_two_of_a_name_the_last_one_counts(caplog):
+    """As in DataSets.jl, whose files load unchanged."""
+    first, last = entry(description="first"), entry(description="last")
+    made = make_project({"data_config_version": 1, "datasets": [first, entry(name="m"), last]}, "F")
+    assert [one.description for one in made.entries.values()] == ["last", ""]
+    assert "F: 'n' is there twice, and the last one counts" in caplog.text
+
+
 def test_everything_that_is_wrong_is_told_at_once():
     wrong = {
         "datasets": [
@@ -160,7 +169,6 @@ def test_everything_that_is_wrong_is_told_at_once():
             "entry 4 ('n'), description: expected text in quotes, got a list",
             "entry 4 ('n'), tags: expected text in quotes, got 1",
             "entry 5 ('n'), storage, driver: expected text in quotes, got 3",
-            "entry 7 ('n'), name: is there twice",
             "entry 8: expected a table",
             "driver 1, name: is missing",
             "driver 1, module, uuid: is missing",
@@ -230,6 +238,8 @@ def test_the_example_is_good():
         {"driver": "fsspec", "url": "x://x", "options": {"password": 5}},
         {"driver": "TomlDataStorage", "data": {}, "token": "x"},
         {"driver": "Unknown", "credentials": {"secret": "x"}},
+        {"driver": "Unknown", "data": "eA==", "token": "x"},
+        {"driver": "FileSystem", "path": "/x", "data": {"token": "x"}},
         {"driver": "fsspec", "url": "x://x", "options": {"headers": {"Authorization": "Bearer x"}}},
         {"driver": "fsspec", "url": "x://x", "options": {"client_kwargs": {"auth": "me:x"}}},
         {"driver": "fsspec", "url": "x://x", "options": {"auth": {"login": "me"}}},
@@ -253,6 +263,77 @@ def test_secrets_are_refused(storage):
     assert "pass@" not in str(caught.value)
 
 
+@pytest.mark.parametrize("at", ["entry 1 ('n'), ", ""], ids=["in an entry", "beside them"])
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"password": "x"}, "password"),
+        ({"login": {"api_key": "x"}}, "login.api_key"),
+        ({"token": "x"}, "token"),
+        ({"a": [{"privateKey": "x"}]}, "a[0].privateKey"),
+        ({"aws_secret_access_key": "x"}, "aws_secret_access_key"),
+        ({"hub_access_token": "x"}, "hub_access_token"),
+        ({"credentials": {"user": "me"}}, "credentials.user"),
+        ({"homepage": "https://me:x@host/"}, "homepage"),
+        ({"mirror": "https://AKIA@host/"}, "mirror"),
+        ({"mirror": "https://host/x?X-Amz-Signature=1"}, "mirror"),
+        ({"mirror": "https://host/x?key=AIza"}, "mirror"),
+        ({"mirror": "https://host/x?page=1&hf_token=x"}, "mirror"),
+        ({"auth": "me:x"}, "auth"),
+        ({"cookie": "session=x"}, "cookie"),
+        ({"cookies": {"session": "x"}}, "cookies.session"),
+        ({"password": 12345}, "password"),
+        ({"login": {"passphrase": 12345}}, "login.passphrase"),
+    ],
+)
+def test_secrets_are_refused_wherever_they_are(at, more, field):
+    one = entry(storage={"driver": "FileSystem", "path": "/x"}, **(more if at else {}))
+    with pytest.raises(RegistryError) as caught:
+        make_project({"data_config_version": 1, "datasets": [one], **({} if at else more)}, "F")
+    (problem,) = caught.value.problems
+    assert problem == f"{at}{field}: looks like a secret"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hf_token", "HF_TOKEN", "hfToken", "github_token", "session_token", "aws_session_token"),
+        *("sas_token", "oauth_token", "id_token", "hf_token_2"),
+        *("wandb_key", "aws_key", "gcp_key", "storage_key", "subscription_key", "signing_key"),
+        *("encryption_key", "shared_key", "session_key"),
+    ],
+)
+def test_a_name_that_means_a_secret_is_refused_beside_a_storage(name):
+    with pytest.raises(RegistryError) as caught:
+        make_project({"data_config_version": 1, "datasets": [entry(**{name: "AKIA"})]}, "F")
+    assert list(caught.value.problems) == [f"entry 1 ('n'), {name}: looks like a secret"]
+    assert hide({name: "AKIA"}, beside=True) == {name: "***"}
+
+
+def test_both_halves_of_a_login_are_refused():
+    with pytest.raises(RegistryError) as caught:
+        make_project({"data_config_version": 1, "datasets": [], "auth": ["ann", "pw"]}, "F")
+    assert list(caught.value.problems) == [f"auth[{i}]: looks like a secret" for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"eos_token": "</s>", "pad_token_id": 0, "token_count": 1_000_000, "tokens": ["a", "b"]},
+        {"image_key": "jpg", "primary_key": "id", "key": "uid", "keys": {"label": "cls"}},
+        {"bos_token": "<s>", "mask_token": "[MASK]", "image_token": 32_000, "maxToken": 8},
+        {"max_token": 8, "max_tokens": 8, "start_token_2": "<b>", "token_type": "bpe"},
+        {"sort_key": "id", "partition_key": "day", "cookie_count": 5, "auth_url": "https://host/"},
+        {"signature": "(image, label)", "auth": {"scheme": "none"}, "secret": False},
+        {"homepage": "https://host/list?page=5&sort=x", "secret_file": "~/x"},
+    ],
+)
+def test_what_describes_the_data_is_no_secret(more):
+    made = make_project({"data_config_version": 1, "datasets": [entry(**more)], **more}, "F")
+    (read,) = made.entries.values()
+    assert {name: read.conf[name] for name in more} == more
+
+
 @pytest.mark.parametrize(
     "storage",
     [
@@ -264,6 +345,7 @@ def test_secrets_are_refused(storage):
         {"driver": "fsspec", "url": "gs://x", "options": {"credentials_file": "~/me.json"}},
         {"driver": "fsspec", "url": "https://host/a@b", "options": {"connection": "keep"}},
         {"driver": "TomlDataStorage", "data": {"key": "eA==", "password": {"token": "eA=="}}},
+        {"driver": "Unknown", "data": {"tokens.json": "eA==", "key": "eA=="}},
     ],
 )
 def test_what_is_no_secret_is_not_refused(storage):

@@ -57,16 +57,24 @@ class Dispatch:
         for exchange, outgoing in self._held:
             yield exchange, exchange.readers_of(outgoing)
 
+    def late(self, exchange: Exchange) -> list[int]:
+        """The ranks for which pieces of it are held back."""
+        held = (exchange.readers_of(piece) for other, piece in self._held if other is exchange)
+        return sorted({rank for ranks in held for rank in ranks if not self._may(exchange, rank)})
+
     def clear(self) -> None:
         """Nothing leaves any more."""
         self._held.clear()
 
     def _push(self, exchange: Exchange, outgoing: Outgoing) -> None:
         readers = exchange.readers_of(outgoing)
-        if all(rank in exchange.shown or self._accounts[rank].may_send() for rank in readers):
+        if all(self._may(exchange, rank) for rank in readers):
             self._post(exchange, outgoing, readers)
         else:
             self._held.append((exchange, outgoing))
+
+    def _may(self, exchange: Exchange, rank: int) -> bool:
+        return rank in exchange.shown or self._accounts[rank].may_send()
 
     def _post(self, exchange: Exchange, outgoing: Outgoing, readers: Sequence[int]) -> None:
         for rank in readers:

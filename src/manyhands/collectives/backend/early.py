@@ -29,6 +29,13 @@ class Arrival(NamedTuple):
     block: Block
 
 
+class Placed(NamedTuple):
+    """A piece whose buffer is being received: in its target's memory, or (with it) in a block."""
+
+    piece: words.Piece
+    block: Block | None
+
+
 class Early:
     """By operation. How many bytes are kept here, `flow` bounds. Not thread-safe."""
 

@@ -63,8 +63,10 @@ def judge_view(
             hint=_RESTART,
         )
     # A goodbye explains a cut: whoever said it had nothing left to send. So does the end of a
-    # stranger, from whom nobody here expects anything.
-    explained = any(view.member(old.peer.incarnation) is None for old in before.roster)
+    # stranger, from whom nobody here expects anything. Neither explains another era: the meeting
+    # point came back without what was on its way.
+    left = any(view.member(old.peer.incarnation) is None for old in before.roster)
+    explained = left and view.number.era == before.number.era
     if view.cut != before.cut and not explained:
         return TeamFailed(
             "the meeting point lost messages of this run (a restart, or a broken connection)",
@@ -73,14 +75,18 @@ def judge_view(
     return None
 
 
-def judge_time(exchange: Exchange, roster: Sequence[PeerId], now_s: float) -> TeamFailed | None:
-    """Whether an operation has waited for longer than its group allows."""
+def judge_time(
+    exchange: Exchange, late: Sequence[int], roster: Sequence[PeerId], now_s: float
+) -> TeamFailed | None:
+    """Whether an operation has waited for longer than its group allows; `late`: see `awaited`."""
     if now_s <= exchange.deadline_s:
         return None
-    missing = ", ".join(f"rank {rank} ({roster[rank]})" for rank in exchange.waits_for())
+    missing = exchange.waits_for()
+    names = ", ".join(f"rank {rank} ({roster[rank]})" for rank in missing or late)
+    what = "no data from" if missing else "what it sends was not taken by"
     return TeamFailed(
         f"`{exchange.form}` was not finished after {now_s - exchange.started_s:.0f} s: "
-        f"no data from {missing or 'nobody'}",
+        f"{what} {names or 'the meeting point'}",
         hint="they are alive but have not called it, or with another root; or raise the group's "
         "timeout",
     )
@@ -124,7 +130,7 @@ def surplus(
     exchange: Exchange, rank: int, peer: PeerId, k: int, target: Target | None
 ) -> TeamFailed:
     """That rank has sent other values than the operation has here."""
-    size = "no bytes" if target is None else f"{target.num_bytes} bytes"
+    size = f"{target.num_bytes} bytes" if target is not None and target.num_bytes else "no bytes"
     return TeamFailed(
         f"rank {rank} ({peer}) sent piece {k} of `{exchange.form}`; this rank expects {size} there",
         hint="sizes given to one operation must agree between its members",
@@ -139,6 +145,14 @@ def twice(rank: int, peer: PeerId, piece: words.Piece) -> TeamFailed:
 def name_ranks(ranks: Sequence[int]) -> str:
     """In words."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def awaited(exchange: Exchange, late: Sequence[int]) -> str:
+    """What it waits for, in words. `late`: the ranks that hold up what it sends."""
+    missing = exchange.waits_for()
+    if missing:
+        return name_ranks(missing)
+    return f"{name_ranks(late) if late else 'the meeting point'} to take what it sends"
 
 
 def told(error: ManyhandsError, exchange: Exchange) -> ManyhandsError:

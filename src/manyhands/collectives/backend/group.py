@@ -293,7 +293,10 @@ class ManyhandsGroup(Member):
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Promise:
         """From whoever sends first: what a sender has for `recv`s that wait is not taken."""
         tensor: Tensor = only(tensors, "recv")
-        promise = Promise(tensor.device if tensor.is_cuda else None)
+        if self.size() == 1:
+            raise UsageError("recv from any rank, in a group of this rank alone")
+        device = tensor.device if tensor.is_cuda else None
+        promise = Promise(device, about=lambda: "`recv` from any rank")
         senders = {
             self._pair(sender, self._place, tag): sender
             for sender in range(self.size())

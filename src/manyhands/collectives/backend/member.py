@@ -182,10 +182,18 @@ class Member(dist.ProcessGroup):
         elif key is None:
             key = self._next_collective()
             sequel = Sequel(self, key)
-        promise = Promise(buffers.device, sequel)
+        waiting: list[Exchange] = []  # it, while it does
+
+        def about() -> str:
+            for exchange in tuple(waiting):
+                return f"`{exchange.form}`, which waits for {session.team.awaits(exchange)},"
+            return f"`{what}`"
+
+        promise = Promise(buffers.device, sequel, about)
         timeout_s = timeout_of(opts, self._timeout_s)
 
         def done(error: BaseException | None) -> None:
+            waiting.clear()
             session.completer.put(lambda: finish(error))
 
         def finish(error: BaseException | None) -> None:
@@ -206,6 +214,7 @@ class Member(dist.ProcessGroup):
             except Exception as failed:  # noqa: BLE001  (it is handed on, not swallowed)
                 promise.break_(self._break(what, failed))
             else:
+                waiting.append(exchange)
                 session.team.start(exchange, key, timeout_s, done)
 
         if arrival is None:
@@ -215,7 +224,10 @@ class Member(dist.ProcessGroup):
         return promise
 
     def _all(self, works: Sequence[Promise], result: Sequence[Any]) -> Promise:
-        promise = Promise(_device_of(result), works[0].sequel if works else None)
+        def about() -> str:
+            return next((w.about() for w in works if not w.is_completed()), "the operation")
+
+        promise = Promise(_device_of(result), works[0].sequel if works else None, about)
         if not works:
             promise.keep(result)
             return promise
@@ -262,6 +274,8 @@ class Member(dist.ProcessGroup):
     def _pair(self, sender: int, receiver: int, tag: int) -> int:
         """Messages of one pair and tag are numbered apart: their order is theirs alone."""
         sender, receiver = place_of(sender, self.size()), place_of(receiver, self.size())
+        if sender == receiver:  # both ends would take numbers of one stream, and never meet
+            raise UsageError("a message of a rank to itself", hint="copy the tensor: a.copy_(b)")
         return _stream_of(f"{self._life} {sender}>{receiver} {tag}")
 
 

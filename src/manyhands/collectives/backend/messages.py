@@ -10,12 +10,13 @@ from manyhands.core.errors import Malformed
 from manyhands.links.messages import Incarnation
 
 MAX_WORLD = 4096
+MAX_KEY = 4096  # characters of a key of the store
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 _Short = Annotated[str, msgspec.Meta(max_length=200)]
-_Key = Annotated[str, msgspec.Meta(max_length=4096)]
+_Key = Annotated[str, msgspec.Meta(max_length=MAX_KEY)]
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -105,6 +105,10 @@ class Maker:
         if owner != self.me:
             self._give(made, owner, given)
             return
+        if not given.numel():
+            for place in self._others:
+                self._expect(made, place, given)
+            return
         raw = codec_for("fp32", arithmetic.dtype)
         given = given.view(arithmetic.dtype)
         for k, start in enumerate(self._starts(given)):
@@ -290,10 +294,13 @@ class Maker:
         """Done when everybody has come."""
         made = Exchange("barrier", self.members, self.me)
         made.outgoing.append(Outgoing(None, GIVEN, 0, 0, lambda: memoryview(b""), settled=True))
-        for place in range(len(self.members)):
-            if place != self.me:
-                made.targets[place, GIVEN, 0] = Target(0, take=_nothing_of)
+        for place in self._others:
+            made.targets[place, GIVEN, 0] = Target(0, take=_nothing_of)
         return made
+
+    @property
+    def _others(self) -> Sequence[int]:
+        return [place for place in range(len(self.members)) if place != self.me]
 
     def _place(self, made: Exchange, place: int, out: Tensor, own: Tensor) -> None:
         if place == self.me:
@@ -305,7 +312,8 @@ class Maker:
         if len(self.members) == 1:
             return  # nobody to give it to
         memory, size = bytes_of(flat), self._elements(flat) * flat.itemsize
-        for k, start in enumerate(range(0, len(memory), size)):
+        # Also of nothing, so that whoever expects more hears of it.
+        for k, start in enumerate(range(0, len(memory), size) or (0,)):
             made.outgoing.append(self._plain(to, k, memory[start : start + size]))
 
     def _copy(self, flat: Tensor) -> Outgoing:
@@ -331,6 +339,9 @@ class Maker:
         return Outgoing(to, GIVEN, k, len(view), lambda: view, settled=False)
 
     def _expect(self, made: Exchange, sender: int, flat: Tensor) -> None:
+        if not flat.numel():
+            made.targets[sender, GIVEN, 0] = Target(0, take=_nothing_of)
+            return
         memory, size = writable_bytes_of(flat), flat.itemsize
         for k, start in enumerate(self._starts(flat)):
             piece = flat[start : start + self._elements(flat)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manyhands.collectives.backend import messages as words
@@ -25,6 +25,7 @@ _HINT = "all of a group give one world_size and ranks of their own; another grou
 _REPORT_S = 5.0  # how often a peer says for whom it waits
 _SHOWN = 4  # of sizes that differ
 _REFUSAL_S = 1.0  # how long a refusal waits for those who have yet to come
+_LOOK_S = 0.25  # how often it is asked whether the meeting is called off: no link tells of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class _Table:
         Those who come after it was said, and whoever knew has gone, wait for them in vain.
         """
         worlds = [hello.world for hello in self.hellos.values() if hello.world is not None]
-        if len(self.hellos) >= min(worlds):
+        if worlds and len(self.hellos) >= min(worlds):
             return False
         if self.refusal_s == math.inf:
             self.refusal_s = now_s + _REFUSAL_S
@@ -160,11 +161,18 @@ class _Table:
 
 
 def take_seat(
-    link: Link, rank: int | None, world: int | None, timeout_s: float, *, where: str
+    link: Link,
+    rank: int | None,
+    world: int | None,
+    timeout_s: float,
+    *,
+    where: str,
+    called_off: Callable[[], str | None] | None = None,
 ) -> Seating:
     """Meet the others. Raises Refused (and why), LinkTimeout naming who is missing, LinkError.
 
-    `where`: the run and its meeting point, in words.
+    `where`: the run and its meeting point, in words. `called_off` says why nobody needs to wait any
+    more, or None: then all who are here are refused with that reason.
     """
     if world is not None and world < 1:
         raise UsageError(f"a world_size of {world}", hint="how many processes the group has")
@@ -188,8 +196,9 @@ def take_seat(
             left_s = deadline - now_s
             log.warning("%s: waiting for %s, %.0f s more", where, table.missing(), left_s)
         members: tuple[int, ...] | None = None
+        look_s = math.inf if called_off is None else now_s + _LOOK_S
         try:
-            event = link.receive(min(deadline, report_s, table.refusal_s) - now_s + 0.01)
+            event = link.receive(min(deadline, report_s, table.refusal_s, look_s) - now_s + 0.01)
         except LinkTimeout:
             event = None
         match event:
@@ -200,6 +209,8 @@ def take_seat(
             case _:
                 pass
         decided = table.decide()
+        if not isinstance(decided, tuple) and members is None and called_off is not None:
+            decided = called_off() or decided
         if isinstance(decided, str):
             if table.has_to_wait(time.monotonic()):
                 continue

@@ -6,7 +6,7 @@ import atexit
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -20,7 +20,7 @@ from manyhands.collectives.backend.work import Completer
 from manyhands.core.address import Address
 from manyhands.core.errors import AddressError, Excluded, Refused, SettingsError
 from manyhands.core.peers import PeerId
-from manyhands.core.settings import MeetingPoint, find_meeting_point
+from manyhands.core.settings import MeetingPoint, find_meeting_point, find_outage
 from manyhands.links.base import Link, LinkSettings, dial, new_peer
 
 _NUM_DIALS = 5
@@ -49,6 +49,7 @@ class Session:
         timeout_s: float,
         *,
         settings: LinkSettings | None = None,
+        called_off: Callable[[], str | None] | None = None,
     ) -> None:
         point = (
             find_meeting_point(url, run=None, name=name_of(rank), environ=os.environ)
@@ -63,9 +64,10 @@ class Session:
         placement = Placement()
         link: Link | None = None
         try:
-            link = _dial(point, settings or LinkSettings(), placement)
+            settings = settings or LinkSettings(outage_s=find_outage(os.environ))
+            link = _dial(point, settings, placement)
             where = f"run {point.address.run!r} ({point.address})"
-            seating = take_seat(link, rank, world, timeout_s, where=where)
+            seating = take_seat(link, rank, world, timeout_s, where=where, called_off=called_off)
         except Excluded as excluded:
             if link is not None:
                 link.close()
@@ -79,7 +81,7 @@ class Session:
                 link.close()
             raise
         self.timeout_s = timeout_s
-        self.keeper = Keeper()
+        self.keeper = Keeper(link.terms.part_bytes)
         self.clerk = Clerk(self._post, link.terms.part_bytes)
         self.team = Team(link, seating.roster, seating.view, other_words=self._heard)
         placement.team = self.team
@@ -92,6 +94,7 @@ class Session:
         self._lock = threading.Lock()
         self._closed = False
         self.team.start_reading()
+        self._process = os.getpid()
         # Threads that live on into the end of the interpreter abort the process.
         atexit.register(self._close_at_exit)
 
@@ -119,6 +122,8 @@ class Session:
         self.completer.close()
 
     def _close_at_exit(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork has none of the threads, and the connection is its parent's
         # A Ctrl-C from here on ends the process at once; as an exception it would only be shown.
         here = threading.current_thread() is threading.main_thread()
         if here and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -143,6 +148,7 @@ class Session:
             case words.Failed():
                 self.clerk.failed(word.reason)
             case words.Goodbye():
+                self.keeper.forget(rank)
                 if rank == 0:
                     self.clerk.failed("rank 0, which keeps it, has left the group")
             case _:
@@ -156,7 +162,7 @@ class Session:
             else:
                 self.team.send(rank, word, [memoryview(answer)])
 
-        self.keeper.ask(ask, value, reply)
+        self.keeper.ask(rank, ask, value, reply)
 
 
 def _dial(point: MeetingPoint, settings: LinkSettings, placement: Placement) -> Link:

@@ -17,8 +17,12 @@ from torch._C._distributed_c10d import Store
 
 from manyhands.collectives.backend import messages as words
 from manyhands.core.errors import LinkTimeout, ManyhandsError, UsageError
+from manyhands.links.messages import MESSAGE_BYTES
 
 _MAX_KEYS = 1024  # of one call
+_REQUEST_BYTES = MESSAGE_BYTES - 8  # its buffer takes a few of the message's
+FORGET = "forget"  # says an asker that does not wait any longer
+_MAX_NUMBER = (1 << 63) - 1  # torch's stores count in int64
 Reply = Callable[[int, bytes, str], None]  # number, value, error
 
 
@@ -34,27 +38,39 @@ class StoreGone(ManyhandsError, dist.DistStoreError):
 class Keeper:
     """The store itself. Answers now, or when the keys that are waited for have come."""
 
+    value_bytes: int  # of the longest value: it has to fit a message
     _values: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    _waiting: list[tuple[words.Ask, Reply]] = field(default_factory=list[tuple[words.Ask, Reply]])
+    _waiting: dict[tuple[int, int], tuple[words.Ask, Reply]] = field(
+        default_factory=dict[tuple[int, int], tuple[words.Ask, Reply]]
+    )  # by asker, and its number of the request
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def ask(self, ask: words.Ask, value: bytes, reply: Reply) -> None:
-        """Carry out one request."""
+    def ask(self, asker: int, ask: words.Ask, value: bytes, reply: Reply) -> None:
+        """Carry out one request of that rank's."""
         answers: list[tuple[Reply, tuple[int, bytes, str]]] = []
         with self._lock:
-            if ask.verb in ("get", "wait") and not all(k in self._values for k in ask.keys):
-                self._waiting.append((ask, reply))
+            if ask.verb == FORGET:
+                self._waiting.pop((asker, ask.id), None)
+                return
+            if ask.verb in ("get", "wait") and not self._has(ask.keys):
+                self._waiting[asker, ask.id] = ask, reply
                 return
             answers.append((reply, self._do(ask, value)))
-            still: list[tuple[words.Ask, Reply]] = []
-            for other, other_reply in self._waiting:
-                if all(k in self._values for k in other.keys):
+            for at, (other, other_reply) in list(self._waiting.items()):
+                if self._has(other.keys):
                     answers.append((other_reply, self._do(other, b"")))
-                else:
-                    still.append((other, other_reply))
-            self._waiting = still
+                    del self._waiting[at]
         for answer, result in answers:
             answer(*result)
+
+    def forget(self, asker: int) -> None:
+        """That rank waits for nothing any more."""
+        with self._lock:
+            for at in [at for at in self._waiting if at[0] == asker]:
+                del self._waiting[at]
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
 
     def _do(self, ask: words.Ask, value: bytes) -> tuple[int, bytes, str]:
         values, key = self._values, ask.keys[0] if ask.keys else ""
@@ -67,11 +83,17 @@ class Keeper:
                 try:
                     number = int(values.get(key, b"0")) + ask.amount
                 except ValueError:
-                    return 0, b"", f"key {key!r} does not hold a number"
+                    return 0, b"", f"key {key[:100]!r} does not hold a number"
+                if abs(number) > _MAX_NUMBER:
+                    return 0, b"", f"key {key[:100]!r} would hold {number}: more than 64 bits"
                 values[key] = str(number).encode()
                 return number, b"", ""
             case "append":
-                values[key] = values.get(key, b"") + value
+                whole = values.get(key, b"") + value
+                if len(whole) > self.value_bytes:
+                    limit = f"{len(whole)} bytes, of at most {self.value_bytes}"
+                    return 0, b"", f"key {key[:100]!r} would hold {limit}"
+                values[key] = whole
             case "compare_set":
                 # As torch's own stores do: a key that is not there is set if "" was expected.
                 old = values.get(key)
@@ -79,7 +101,7 @@ class Keeper:
                     values[key] = value
                 return 0, values.get(key, ask.expected), ""
             case "check":
-                return all(k in values for k in ask.keys), b"", ""
+                return self._has(ask.keys), b"", ""
             case "delete":
                 return values.pop(key, None) is not None, b"", ""
             case "count":
@@ -121,18 +143,39 @@ class Clerk:
                 f"{len(value)} bytes for {len(keys)} keys; a store takes {self._value_bytes} "
                 f"bytes for at most {_MAX_KEYS} at a time"
             )
+        longest = max(map(len, keys), default=0)
+        if longest > words.MAX_KEY:
+            raise UsageError(
+                f"a key of {longest} characters; a store takes at most {words.MAX_KEY}"
+            )
+        if abs(amount) > _MAX_NUMBER:
+            raise UsageError(f"{amount} is added; a store counts in 64 bits")
         call = next(self._ids)
+        request = words.Ask(call, verb, tuple(keys), amount, expected)
+        num_bytes = len(words.encode(request))
+        if num_bytes > _REQUEST_BYTES:
+            raise UsageError(
+                f"`{verb}` of {len(keys)} keys takes {num_bytes} bytes to say it; a store takes "
+                f"requests of {_REQUEST_BYTES}, the value not counted",
+                hint="ask for fewer keys at a time, and expect shorter values",
+            )
         with self._changed:
             self._open.add(call)
-        self._post(words.Ask(call, verb, tuple(keys), amount, expected), [memoryview(value)])
-        with self._changed:
-            came = self._changed.wait_for(lambda: call in self._answers or self._error, timeout_s)
-            self._open.discard(call)
-            if not came:
-                raise StoreTimeout(f"key {', '.join(keys)} in the store", timeout_s)
-            if call not in self._answers:
-                raise StoreGone(f"`{verb} {', '.join(keys)}`: the store is gone: {self._error}")
-            number, answer, error = self._answers.pop(call)
+        self._post(request, [memoryview(value)])
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: call in self._answers or self._error, timeout_s)
+        finally:  # a Ctrl-C, too
+            with self._changed:
+                self._open.discard(call)
+                came, gone = self._answers.pop(call, None), self._error
+            if came is None and not gone:
+                self._post(words.Ask(call, FORGET, ()), [])
+        if came is None and gone:
+            raise StoreGone(f"`{verb} {', '.join(keys)}`: the store is gone: {gone}")
+        if came is None:
+            raise StoreTimeout(f"key {', '.join(keys)} in the store", timeout_s)
+        number, answer, error = came
         if error:
             raise UsageError(error)
         return number, answer

@@ -16,22 +16,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from manyhands.collectives.backend import messages as words
 from manyhands.collectives.backend.dispatch import Dispatch
-from manyhands.collectives.backend.early import Arrival, Early
+from manyhands.collectives.backend.early import Arrival, Early, Placed
 from manyhands.collectives.backend.exchange import GIVEN, Exchange, Key, Wanted
 from manyhands.collectives.backend.failure import (
     GaveUp,
     TeamFailed,
+    awaited,
     blaming,
     broken_here,
     disagreement,
     judge_parted,
     judge_time,
     judge_view,
-    name_ranks,
     put_out,
     surplus,
     told,
@@ -53,13 +52,6 @@ _STALL_S = 60.0  # an operation that waits this long is reported, once
 _TICK_S = 1.0  # how often deadlines are looked at
 _PARTING_S = 10.0  # for what is still on its way when a member leaves
 _LAST_S = 1.0  # for the others to leave first
-
-
-class _Placed(NamedTuple):
-    """A piece whose buffer is being received: in its target's memory, or (with it) in a block."""
-
-    piece: words.Piece
-    block: Block | None
 
 
 class Team:
@@ -86,8 +78,8 @@ class Team:
         self._changed = threading.Condition(self._lock)  # the view
         self._running: dict[Key, Exchange] = {}
         self._early = Early()
-        self._placed: dict[tuple[int, bytes], _Placed] = {}
-        self._accounts = Accounts(len(self.roster), AHEAD_BYTES)
+        self._placed: dict[tuple[int, bytes], Placed] = {}
+        self._accounts = Accounts(len(self.roster), AHEAD_BYTES, link.terms.part_bytes)
         self._parted: set[int] = set()
         self._view = view
         self._error: ManyhandsError | None = None
@@ -142,6 +134,11 @@ class Team:
     def send(self, rank: int, word: words.Word, buffers: Sequence[memoryview] = ()) -> None:
         """A word to one member, for whoever shares this team's link."""
         self._courier.post(Letter(self.roster[rank], words.encode(word), buffers), urgent=True)
+
+    def awaits(self, exchange: Exchange) -> str:
+        """What an operation that is under way waits for, in words."""
+        with self._lock:
+            return awaited(exchange, self._dispatch.late(exchange))
 
     def on_any(self, wanted: Wanted) -> None:
         """Have it take the first data that comes, or has come already."""
@@ -204,10 +201,10 @@ class Team:
                 spot = (exchange.members.index(rank), word.step, word.k)
                 target = exchange.targets.get(spot)
             if target is not None and target.into is not None and target.num_bytes == sizes[0]:
-                self._placed[rank, message] = _Placed(word, None)
+                self._placed[rank, message] = Placed(word, None)
                 return [target.into]
             block = self.pool.take(sizes[0])
-            self._placed[rank, message] = _Placed(word, block)
+            self._placed[rank, message] = Placed(word, block)
             return [block.view]
 
     def _read(self) -> None:
@@ -250,7 +247,7 @@ class Team:
                     )
                 block = self.pool.take(len(delivery.buffers[0]))
                 block.view[:] = delivery.buffers[0]
-                self._take_piece(rank, _Placed(word, block), len(block.view))
+                self._take_piece(rank, Placed(word, block), len(block.view))
             case words.Here():
                 with self._lock:
                     key = Key(word.stream, word.seq)
@@ -286,7 +283,7 @@ class Team:
             refusal = words.encode(words.Refusal(reason))
             self._courier.post(Letter(delivery.sender, refusal), urgent=True)
 
-    def _take_piece(self, rank: int, placed: _Placed, num_bytes: int) -> None:
+    def _take_piece(self, rank: int, placed: Placed, num_bytes: int) -> None:
         piece, block = placed
         key = Key(piece.stream, piece.seq)
         with self._adding:
@@ -303,7 +300,7 @@ class Team:
                     self._push_held()
             self._use(exchange, rank, piece, block)
 
-    def _keep_early(self, rank: int, key: Key, placed: _Placed) -> None:
+    def _keep_early(self, rank: int, key: Key, placed: Placed) -> None:
         """Its operation has not started here, or has ended."""
         if placed.block is None:
             raise twice(rank, self.roster[rank], placed.piece)
@@ -424,13 +421,16 @@ class Team:
             if any(now_s > wanted.deadline_s for wanted in self._any):
                 raise TeamFailed("`recv` from any rank: nobody sent anything within the timeout")
             for exchange in self._running.values():
-                error = judge_time(exchange, self.roster, now_s)
+                # Only then: it looks through all that is held back.
+                overdue = now_s > exchange.deadline_s
+                late = self._dispatch.late(exchange) if overdue else ()
+                error = judge_time(exchange, late, self.roster, now_s)
                 if error is not None:
                     raise error
                 waited_s = now_s - exchange.started_s
                 if connected and not exchange.reported and waited_s > _STALL_S:
                     exchange.reported = True
-                    who = name_ranks(exchange.waits_for())
+                    who = self.awaits(exchange)
                     log.warning("`%s` has waited %.0f s for %s", exchange.form, waited_s, who)
 
     def fail(self, error: ManyhandsError) -> None:

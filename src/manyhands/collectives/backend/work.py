@@ -178,11 +178,19 @@ class _Failure:
 
 
 class Promise(Work):
-    """One operation, as torch shows it to its user. It is kept or broken once."""
+    """One operation, as torch shows it to its user. It is kept or broken once.
 
-    def __init__(self, device: torch.device | None, sequel: Sequel | None = None) -> None:
+    `about` says, while it is neither, what it is and what it waits for.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None,
+        sequel: Sequel | None = None,
+        about: Callable[[], str] = lambda: "the operation",
+    ) -> None:
         super().__init__()
-        self.sequel = sequel
+        self.sequel, self.about = sequel, about
         self._future = Chain(device, sequel)
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -210,7 +218,7 @@ class Promise(Work):
         limit_s = timeout.total_seconds() if timeout > timedelta(0) else None
         # The future waits in C++, where neither a time-out nor a Ctrl-C reaches it.
         if not self._ended.wait(limit_s):
-            raise dist.DistBackendError(f"the operation was not finished within {limit_s:g} s")
+            raise dist.DistBackendError(f"{self.about()} was not finished within {limit_s:g} s")
         try:
             self._future.wait()
         except Exception as error:  # noqa: BLE001  (it is raised again, as torch's own)

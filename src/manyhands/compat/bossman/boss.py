@@ -30,7 +30,7 @@ from manyhands.core.errors import LinkBroken, LinkError, UsageError
 from manyhands.core.plan import Plan, ScheduleName, Stage
 from manyhands.links.hub import Hub
 from manyhands.planner.cost import PeerPower
-from manyhands.planner.partition import partition
+from manyhands.planner.partition import DoesNotFit, partition
 from manyhands.stages import commands as words
 from manyhands.stages.carrier import exchanging
 from manyhands.stages.errors import PlanBroken, StepFailed
@@ -330,7 +330,14 @@ class BossMan:
             for index, spec in enumerate(self._specs)
         ]
         powers = [PeerPower(name=w.name, memory_bytes=w.free_bytes) for w in workers]
-        dealt = partition(costs, powers, by="memory")
+        try:
+            dealt = partition(costs, powers, by="memory")
+        except DoesNotFit as error:  # of what a plan offers against it a boss has nothing
+            error.hint = (
+                "add a worker or memory (`manyhands worker --memory MIB`), or cut a layer; for the "
+                "optimizer two tensors a parameter are reckoned, as Adam has"
+            )
+            raise
         stages = [(stage.end - stage.first, [stage.lead + 1]) for stage in dealt.stages]
         return Plan.of_stages(
             [(1, [0]), *stages, (1, [0])],
@@ -348,6 +355,7 @@ class BossMan:
                 timeout_s=words.OPERATION_S,
                 meet_s=words.MEET_S,
                 settings=words.SETTINGS,
+                called_off=lambda: self._crew.trouble(self._workers),
             )
         except LinkError as error:
             raise PlanBroken(f"the workers did not meet: {error}", hint=_AGAIN) from error

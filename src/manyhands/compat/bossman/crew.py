@@ -170,6 +170,17 @@ class Crew(Sequence[Worker]):
                 ]
         return Outcome(result, error, answers, tuple(lost))
 
+    def trouble(self, workers: Sequence[Worker]) -> str | None:
+        """While a command is carried out: who of these cannot any more, and why; None: nobody."""
+        with self._changed:
+            for worker in workers:
+                if worker.peer.incarnation not in self._workers:
+                    return f"worker {worker.name} is gone"
+                answer = self._answers.get((self._asked, worker.peer.incarnation))
+                if isinstance(answer, words.Failed):
+                    return f"worker {worker.name}: {answer.message}"
+            return None
+
     def _collect(
         self, number: int, workers: Sequence[Worker], *, broken: bool
     ) -> Mapping[Worker, words.Answer]:

@@ -32,6 +32,11 @@ class Learner:
         optimizer: torch.optim.Optimizer,
         device: torch.device | str,
     ) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS calls its closure several times a step, and a round has one gradient",
+                hint="take an optimizer that steps without a closure, Adam or SGD say",
+            )
         self._device = check_device(device)
         self._model = model.to(self._device)
         if isinstance(criterion, nn.Module):

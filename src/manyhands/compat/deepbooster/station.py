@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from manyhands.core.errors import (
     Refused,
     WireError,
 )
+from manyhands.core.settings import find_outage
 from manyhands.links.amqp.channel import AmqpChannel
 from manyhands.links.amqp.line import Deaf, Line
 from manyhands.links.amqp.login import AmqpLogin
@@ -29,7 +31,6 @@ from manyhands.links.amqp.queues import purge, set_up
 
 log = logging.getLogger(__name__)
 CONNECT_S = 15.0
-OUTAGE_S = 60.0  # how long to look for a broker that has gone away
 TAKEN_PATIENCE_S = 3.0  # for a trainer that has just ended: the broker may not know yet
 HEARTBEAT_S = 10
 _PAUSE_S = 0.5
@@ -59,7 +60,7 @@ class Station(Deaf):
             down=lambda: None,
             failed=self._fail,
             connect_s=CONNECT_S,
-            outage_s=OUTAGE_S,
+            outage_s=find_outage(os.environ),
             heartbeat_s=HEARTBEAT_S,
         )
         self._held = threading.Event()

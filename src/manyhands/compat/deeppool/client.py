@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from manyhands.cluster.client import Cluster
+from manyhands.cluster.follow import Follower, goes_on, same_cluster, to
 from manyhands.cluster.job import Job, State
 from manyhands.core.errors import UsageError
 
@@ -47,6 +48,7 @@ class ClusterClient:
         """`state`: the state folder of the cluster, where its token is."""
         folder = None if state is None else Path(state).expanduser()
         self.cluster = Cluster(coordinatorAddr, state=folder)
+        self._more = same_cluster(coordinatorAddr, folder)
 
     def __enter__(self) -> Self:
         return self
@@ -96,15 +98,19 @@ class ClusterClient:
         )
 
     def follow(self, id: int, stream: BinaryIO | None = None) -> int:
-        """Copy rank 0's log to stdout, or `stream`, until the job is over; its exit code."""
-        to = sys.stdout.buffer if stream is None else stream
-        for piece in self.cluster.logs(id, follow=True):
-            to.write(piece)
-            to.flush()
-        job = self.cluster.wait(id)
+        """Copy rank 0's log to stdout, or `stream`, until the job is over; its exit code.
+
+        A coordinator that goes away meanwhile may come back. Ctrl-C leaves the job as it is.
+        """
+        write = to(sys.stdout.buffer if stream is None else stream)
+        try:
+            job = Follower(self.cluster, id, rank=0, write=write, say=_say).run()
+        except KeyboardInterrupt:
+            _say(goes_on(id, self._more))
+            raise
         if job.state is not State.SUCCEEDED:
             words = "" if job.failure is None else f"\n{job.failure.words}"
-            sys.stderr.write(f"job {id}: {job.state}, {job.reason}{words}\n")
+            _say(f"job {id}: {job.state}, {job.reason}{words}")
         return 1 if job.exit_code is None else job.exit_code
 
 
@@ -122,6 +128,11 @@ def submitTrainingJob(
         return submit(
             jobName, program, gpus=gpus, globalBatchSize=globalBatchSize, jobParams=jobParams
         )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def options_of(params: Mapping[str, object]) -> list[str]:

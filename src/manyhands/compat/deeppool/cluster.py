@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -60,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in ignored(options):
         _complain(line)
     try:
-        run(settings_of(options))
+        settings = settings_of(options)
+        if os.geteuid() == 0 and settings.user is None and settings.hosts:
+            _complain("warning: jobs run as root; --user NAME has them run as somebody else")
+        run(settings)
     except ManyhandsError as error:
         _complain(f"error: {error}")
         return 2 if isinstance(error, UsageError) else 1
@@ -69,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """DeepPool's flags, and --state."""
+    """DeepPool's flags, and --state and --user."""
     made = argparse.ArgumentParser(
         prog="python -m manyhands.compat.deeppool.cluster",
         description="A cluster that takes training jobs, with DeepPool's flags.",
@@ -81,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     add("--logdir", type=Path, default=Path("logs"), help="for cpprt<slot>.out and all other logs")
     add("--manualLaunch", action="store_true", help="start no agents: they come by the join code")
     add("--state", type=Path, default=default_state(), help="for jobs, tokens and keys")
+    add("--user", metavar="NAME", help="whom jobs run as, where this is root")
     group = made.add_argument_group("taken from DeepPool, and ignored")
     for name in _IGNORED:
         group.add_argument(f"--{name}", nargs="?", const="", help=argparse.SUPPRESS)
@@ -108,6 +113,7 @@ def settings_of(options: argparse.Namespace) -> UpSettings:
         logdir=options.logdir.expanduser().absolute(),
         bind=options.addrToBind,
         hosts=() if options.manualLaunch else hosts,
+        user=options.user,
     )
 
 
@@ -136,6 +142,7 @@ def slots_in_order(up: Up, hosts: Iterable[HostLine]) -> Callable[[], Slots]:
 
 def _announce(up: Up, ready: Ready) -> None:
     _say(f"coordinator  {up.url}")
+    _say(f"hub          {up.hub_at} (where ranks meet)")
     for node in ready.nodes:
         _say(f"host         {node.name}: {len(node.slots)} slots")
     _say(f"logs         {up.settings.logdir}/cpprt<slot>.out")

@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from manyhands.compat.deeppool.terms import Place, Terms, absolute, check_split, grain_of
+from manyhands.compat.deeppool.terms import (
+    Place,
+    Terms,
+    absolute,
+    check_job,
+    check_split,
+    grain_of,
+)
 from manyhands.core.errors import ManyhandsError, UsageError
 
 if TYPE_CHECKING:
@@ -112,6 +119,8 @@ def run(lesson: Lesson, script: str, given: Sequence[str], options: Options) -> 
     ignored = _heed(options)
     terms = _terms(lesson, options)
     if options.here or "MANYHANDS_JOB" in os.environ:
+        if not options.here:
+            check_job(os.environ, options.gpus, options.batch)
         _train(lesson, terms, options)
         return 0
     for line in ignored:

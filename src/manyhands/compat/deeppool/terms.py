@@ -107,6 +107,23 @@ def check_split(batch: int, gpus: int, grain: int | None) -> None:
     )
 
 
+def check_job(environ: Mapping[str, str], gpus: int, batch: int) -> None:
+    """Raises UsageError if what was typed is not what the job has: `manyhands submit --gpus 4 --
+    python vgg.py 2 16` would train otherwise than one of the two says.
+    """
+    world, given = environ.get("WORLD_SIZE", ""), environ.get("MANYHANDS_BATCH", "")
+    if world and world != str(gpus):
+        raise UsageError(
+            f"the job has {world} slots, and its program was told of {gpus}",
+            hint="one number for `submit --gpus` and for what follows the script",
+        )
+    if given and given != str(batch):
+        raise UsageError(
+            f"the job has a global batch of {given}, and its program was told of {batch}",
+            hint="one number for `submit --batch`, or none, and for what follows the script",
+        )
+
+
 def absolute(place: str | None) -> str | None:
     """A folder as other working directories know it; URLs as they are."""
     return place if place is None or "://" in place else str(Path(place).absolute())

@@ -128,6 +128,7 @@ class _Course:
             evaluation=Loader(tables.evaluation, terms.batch, shuffle=False, **both),
             grain_size=terms.grain,
             checkpoints=terms.save,
+            save_all=True,
             resume="auto" if terms.save is not None else False,
         )
         self._num_rounds = terms.epochs * len(batches)

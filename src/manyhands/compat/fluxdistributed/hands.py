@@ -49,13 +49,16 @@ def run_hands(
         for thread in threads:
             thread.start()
         try:
-            for thread in threads:
-                thread.join()
+            # Not by join: one that a Ctrl-C ends takes its thread for over, up to Python 3.12. A
+            # process that goes while it computes is aborted by torch.
+            hands.ended.wait()
         except BaseException:  # Ctrl-C, most likely
             hands.stop()
+            hands.ended.wait()
+            raise
+        finally:
             for thread in threads:
                 thread.join()
-            raise
     return hands.results()
 
 
@@ -96,6 +99,9 @@ class _Hands(Generic[T]):
         self._errors: list[BaseException] = []  # the first one is the cause of the others
         self._carriers: list[Carrier] = []
         self._stopped = False
+        self._num_left = len(devices)
+        self.ended = threading.Event()
+        """All threads have come to their end."""
 
     def run(self, rank: int) -> None:
         try:
@@ -107,6 +113,10 @@ class _Hands(Generic[T]):
         else:
             with self._lock:
                 self._made[rank] = made
+        with self._lock:
+            self._num_left -= 1
+            if not self._num_left:
+                self.ended.set()
 
     def _joined(self, rank: int) -> T:
         world = len(self._devices)

@@ -20,10 +20,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
+from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.compat.fluxdistributed.errors import WorkersFailed
 from manyhands.compat.fluxdistributed.hands import cores_for
 from manyhands.compat.fluxdistributed.optimizers import Opt
 from manyhands.compat.fluxdistributed.processes import (
+    OUTAGE_S,
     Synced,
     connect,
     getgrads,
@@ -95,8 +97,13 @@ def start(
     )
 
 
+def _meet(where: str, rank: int, workers: int) -> ManyhandsGroup:
+    """At this machine's own hub, which never comes back: nobody waits as long as for another's."""
+    return connect(where, rank=rank, workers=workers, outage_s=OUTAGE_S)
+
+
 def _sync(where: str, workers: int, verbose: bool, met: Callable[[], None]) -> Synced:
-    group = connect(where, rank=0, workers=workers)
+    group = _meet(where, 0, workers)
     met()
     try:
         return syncgrads(group, verbose=verbose)
@@ -118,7 +125,7 @@ def _work(
     _watch(int(os.environ.pop(_LINE)))
     torch.set_num_threads(cores_for(workers, torch.get_num_threads()))
     device = None if devices is None else devices[(rank - 1) % len(devices)]
-    group = connect(where, rank=rank, workers=workers)
+    group = _meet(where, rank, workers)
     try:
         getgrads(loss, model, key, opt, batchsize, group=group, device=device, **options)
     except LinkError as error:

@@ -37,7 +37,7 @@ from manyhands.compat.fluxdistributed.step import (
     is_short,
     update,
 )
-from manyhands.core.errors import CheckpointError, LinkError
+from manyhands.core.errors import CheckpointError, LinkError, UsageError
 from manyhands.data.calendar import Calendar
 from manyhands.stages.carrier import Carrier
 from manyhands.stages.chance import seed_of
@@ -81,14 +81,27 @@ class Replica:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "pace": self.pace.state(),
+            "kinds": self._kinds(),
         }
 
     def load(self, tree: Any) -> None:  # noqa: ANN401
-        """What `state` gave."""
+        """What `state` gave, here or in another training. Raises UsageError, before anything is
+        done, for the state of another kind of optimizer or scheduler.
+        """
+        was, now = tree.get("kinds"), self._kinds()  # older checkpoints do not say
+        if was is not None and was != now:
+            raise UsageError(
+                f"the checkpoint is of a training with {_said(was)}; this one has {_said(now)}",
+                hint="go on with the same classes for opt and sched; or begin anew with its "
+                "weights: model.load_state_dict(load_weights(FOLDER))",
+            )
         self.model.load_state_dict(tree["model"])
         # An optimizer takes tensors as they are, and another replica may have taken these.
         self.optimizer.load_state_dict(copy.deepcopy(tree["optimizer"]))
         self.pace.load(copy.deepcopy(tree["pace"]))
+
+    def _kinds(self) -> dict[str, str]:
+        return {"optimizer": type(self.optimizer).__name__, "sched": self.pace.kind}
 
 
 @dataclass(kw_only=True)
@@ -376,3 +389,7 @@ class Loop:
     def _warn(self, text: str) -> None:
         if self._crew.rank == 0:
             log.warning("%s", text)
+
+
+def _said(kinds: Mapping[str, str]) -> str:
+    return f"{kinds['optimizer']} and {kinds['sched'] or 'no torch scheduler'}"

@@ -25,6 +25,7 @@ from manyhands.compat.fluxdistributed.step import (
     each,
     give_back,
     is_out_of_memory,
+    labels_for,
     rows_of,
 )
 from manyhands.core.errors import UsageError
@@ -51,6 +52,7 @@ def topkaccuracy(output: Tensor, labels: Tensor, k: int = 1) -> float:
     if k < 1:
         raise UsageError(f"top-{k}", hint="at least 1")
     ids = ids_of(output, labels)
+    check_classes(output, ids, ranked=True)
     return float(hits(output, ids, k)) / max(1, len(ids))
 
 
@@ -71,7 +73,7 @@ def ids_of(output: Tensor, labels: Tensor) -> Tensor:
             f"outputs of shape {tuple(output.shape)}", hint="one row a sample, one column a class"
         )
     if labels.dim() == 2 and labels.shape == output.shape:
-        labels = labels.argmax(1)
+        labels = (labels.int() if labels.dtype is torch.bool else labels).argmax(1)
     if labels.dim() != 1 or len(labels) != len(output) or labels.is_floating_point():
         raise UsageError(
             f"{labels.dtype} labels of shape {tuple(labels.shape)} for outputs of shape "
@@ -81,18 +83,21 @@ def ids_of(output: Tensor, labels: Tensor) -> Tensor:
     return labels.to(output.device, torch.int64)
 
 
-def check_classes(output: Any, labels: Any) -> None:  # noqa: ANN401
-    """Labels that are ids have a column in the output; `labels` must be in the machine's memory.
+def check_classes(output: Any, labels: Any, *, ranked: bool = False) -> None:  # noqa: ANN401
+    """Labels that are ids have a column in the output; they had better be in the machine's memory.
 
-    On a GPU torch's own check ends the process.
+    On a GPU torch's own check ends the process. For a loss a negative one may mean something
+    (ignore_index); `ranked` have none.
     """
     if not (isinstance(output, Tensor) and isinstance(labels, Tensor) and output.dim() == 2):
         return
     if labels.dim() == 1 and not labels.is_floating_point() and len(labels):
+        least = int(labels.min()) if ranked else 0
         largest = int(labels.max())
-        if largest >= output.shape[1]:
+        if least < 0 or largest >= output.shape[1]:
+            wrong = least if least < 0 else largest
             raise UsageError(
-                f"class {largest}, but the model has {output.shape[1]} outputs",
+                f"class {wrong}, but the model has {output.shape[1]} outputs",
                 hint="ids count from 0 and are not renumbered: give the model an output for each "
                 "class, or other classes to prepare_training",
             )
@@ -136,11 +141,11 @@ def score(
     try:
         for x, y in batches:
             output = call(model, each(x, lambda tensor: tensor.to(device)))
-            check_classes(output, y)
+            check_classes(output, y, ranked=True)
             target = each(y, lambda tensor: tensor.to(device))
             rows = rows_of(x)
             made.rows += rows
-            made.loss += float(loss(output, target)) * rows
+            made.loss += float(loss(output, labels_for(output, target))) * rows
             if _is_ranked(output, target):
                 made.ranked += rows
                 ids = ids_of(output, target)
@@ -332,7 +337,9 @@ def showpreds(
     `labels` are ids or one-hot rows; `names` is what `labels(tree)` gives, or a list of texts.
     Where the right class is not among the first k, it is named below them.
     """
-    ids = _list(ids_of(output, labels))
+    found = ids_of(output, labels)
+    check_classes(output, found, ranked=True)
+    ids = _list(found)
     if names is not None and len(names) < output.shape[1]:
         raise UsageError(f"{len(names)} names for {output.shape[1]} classes")
     stream = file or sys.stdout

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.core.errors import UsageError
@@ -22,6 +23,11 @@ _HINT = (
     "optimizer of the model"
 )
 
+_SCHED = (
+    "a function (step, optimizer), which may return the learning rate, or a torch scheduler of "
+    "opt; None is FluxDistributed's identity"
+)
+
 
 def optimizer_for(opt: Opt, model: nn.Module, replica: nn.Module) -> Optimizer:
     """For a replica of `model`: made by a function, or like an optimizer of `model`, state and all.
@@ -32,7 +38,8 @@ def optimizer_for(opt: Opt, model: nn.Module, replica: nn.Module) -> Optimizer:
         made = opt(replica.parameters()) if callable(opt) else None
         if not isinstance(made, Optimizer):
             raise UsageError(f"opt={opt!r} makes no optimizer", hint=_HINT)
-        return made
+        return _checked(made)
+    _checked(opt)
     pairs = zip(model.parameters(), replica.parameters(), strict=True)
     ours = {id(parameter): twin for parameter, twin in pairs}
     if any(id(p) not in ours for group in opt.param_groups for p in group["params"]):
@@ -43,8 +50,22 @@ def optimizer_for(opt: Opt, model: nn.Module, replica: nn.Module) -> Optimizer:
     return twin
 
 
+def _checked(optimizer: Optimizer) -> Optimizer:
+    """Raises UsageError for one that steps by calling the model itself."""
+    if isinstance(optimizer, LBFGS):
+        raise UsageError(
+            "LBFGS calls its closure several times a step, and a step here has one gradient",
+            hint="any optimizer that steps without a closure: SGD, Adam, ...",
+        )
+    return optimizer
+
+
 class Pace(Protocol):
     """When the learning rate of one replica's optimizer changes."""
+
+    kind: str
+    """The class of a torch scheduler, whose state is of use to its like; of a function "": it has
+    none."""
 
     def before(self, step: int) -> None:
         """A step, counted from 0, is about to be taken."""
@@ -78,14 +99,29 @@ def pace_for(sched: Schedule | None, opt: Opt, optimizer: Optimizer) -> Pace:
             )
         return _Scheduled(sched, opt, optimizer)
     if sched is not None and not callable(sched):
-        raise UsageError(
-            f"sched={sched!r}", hint="a function (step, optimizer), or a torch scheduler"
-        )
+        raise UsageError(f"sched={sched!r}", hint=_SCHED)
+    if sched is not None and not _takes_both(sched, optimizer):
+        raise UsageError(f"sched={sched!r} does not take (step, optimizer)", hint=_SCHED)
     return _Called(sched, optimizer)
+
+
+def _takes_both(sched: Callable[..., Any], optimizer: Optimizer) -> bool:
+    """Whether a function can be called as schedules are; of some nobody can tell."""
+    try:
+        signature = inspect.signature(sched)
+    except ValueError:
+        return True
+    try:
+        signature.bind(0, optimizer)
+    except TypeError:
+        return False
+    return True
 
 
 class _Called:
     """A function of (step, optimizer); a number that it returns is the learning rate."""
+
+    kind = ""
 
     def __init__(
         self, sched: Callable[[int, Optimizer], float | None] | None, optimizer: Optimizer
@@ -116,6 +152,7 @@ class _Scheduled:
     def __init__(self, sched: LRScheduler, opt: object, optimizer: Optimizer) -> None:
         self._sched = copy.deepcopy(sched, {id(opt): optimizer})
         self._plateau = isinstance(sched, ReduceLROnPlateau)
+        self.kind = type(sched).__name__
         # torch warns of a scheduler whose optimizer it did not see at work. This one does its work.
         step: Callable[..., Any] = optimizer.step
 

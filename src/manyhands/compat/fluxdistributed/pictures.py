@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from manyhands.core.errors import UsageError
 from manyhands.data.files import as_tree, place_in
-from manyhands.data.imagenet import Solutions, path_of
+from manyhands.data.imagenet import Solutions, class_ids, path_of
 from manyhands.data.picture import read_picture
 from manyhands.data.table import named, place_of
 
@@ -142,8 +142,8 @@ def tree_of(dataset: Any) -> Any:  # noqa: ANN401
 
 
 def _ids(classes: Iterable[int]) -> frozenset[int]:
-    ids = frozenset(classes)
-    if not ids or min(ids) < 0:
+    ids = frozenset(class_ids(classes))
+    if min(ids) < 0:
         raise UsageError(f"classes={classes!r}", hint="ids from 0 on: range(200), or [3, 7]")
     return ids
 

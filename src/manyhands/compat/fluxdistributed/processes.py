@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -54,6 +55,8 @@ from manyhands.compat.fluxdistributed.training import (
 )
 from manyhands.core.address import Address
 from manyhands.core.errors import Malformed, UsageError
+from manyhands.core.settings import OUTAGE, find_outage
+from manyhands.data.imagenet import class_ids
 from manyhands.links.base import LinkSettings
 from manyhands.stages.carrier import AloneCarrier, Carrier, GroupCarrier
 from manyhands.wire.tensors import bytes_of
@@ -70,12 +73,16 @@ def connect(
     workers: int,
     meet_s: float = MEET_S,
     timeout_s: float = PATIENCE_S,
-    outage_s: float = OUTAGE_S,
+    outage_s: float | None = None,
 ) -> ManyhandsGroup:
     """Meet the others: rank 0 is the main process, 1 to `workers` are the workers.
 
-    Returns when all are there. Whoever opens it closes it, by `shutdown()`. Raises LinkError.
+    Returns when all are there. Whoever opens it closes it, by `shutdown()`. A meeting point that
+    goes away is looked for, for `outage_s`, else MANYHANDS_OUTAGE seconds, else OUTAGE_S. Raises
+    LinkError, and SettingsError.
     """
+    if outage_s is None:
+        outage_s = find_outage(os.environ) if os.environ.get(OUTAGE) else OUTAGE_S
     settings = LinkSettings(outage_s=outage_s)
     return open_group(
         where, rank=rank, world=workers + 1, timeout_s=timeout_s, meet_s=meet_s, settings=settings
@@ -168,7 +175,7 @@ def getgrads(
         batchsize=batchsize,
         epochs=epochs,
         cycles=cycles,
-        classes=None if classes is None else tuple(classes),
+        classes=None if classes is None else class_ids(classes),
         buffersize=buffersize,
         dataset=dataset,
         seed=seed,

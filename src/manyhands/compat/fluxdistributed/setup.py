@@ -18,7 +18,8 @@ from manyhands.compat.fluxdistributed.pictures import table_of
 from manyhands.compat.fluxdistributed.saving import Terms
 from manyhands.core.errors import UsageError
 from manyhands.data.calendar import Calendar
-from manyhands.data.source import Source
+from manyhands.data.imagenet import class_ids
+from manyhands.data.source import Source, check_whole
 
 Device = torch.device | str | int
 """A torch.device, its name, or the number of a GPU."""
@@ -52,7 +53,18 @@ def _one(name: Device) -> torch.device:
             raise UsageError(
                 f"{device} is not here: torch sees {torch.cuda.device_count()} GPUs", hint=_HINT
             )
+    else:
+        _try(device)
     return device
+
+
+def _try(device: torch.device) -> None:
+    """Raises UsageError if torch cannot use it, or was built without it."""
+    try:
+        torch.empty(1, device=device).add_(1)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise UsageError(f"{device} is not here: {reason}", hint=_HINT) from None
 
 
 def kind_of(device: torch.device) -> str:
@@ -128,8 +140,8 @@ def prepare_training(
     """A replica of `model`, an optimizer and a gradient buffer for each device.
 
     `key`: the rows of `train_solutions`, whose pictures are in `dataset` (a name of the registry, a
-    path, or a tree), or any table of (x, label): a map-style torch data set. `batchsize` is that
-    of one device. The training has `epochs` epochs, each sample once in each, or without it
+    `Path`, a URL or a tree), or any table of (x, label): a map-style torch data set. `batchsize` is
+    that of one device. The training has `epochs` epochs, each sample once in each, or without it
     `cycles` steps. `classes` keeps rows of these ids only, which count from 0 and stay what they
     are. `transform` makes x of what is read; what it draws from `mh.data.generator()` is the same
     at any number of devices. `bad` samples, such as files that are no image, end the training
@@ -150,7 +162,7 @@ def prepare_training(
         batchsize=batchsize,
         epochs=epochs,
         cycles=cycles,
-        classes=None if classes is None else tuple(classes),
+        classes=None if classes is None else class_ids(classes),
         buffersize=buffersize,
         dataset=dataset,
         seed=seed,
@@ -177,10 +189,13 @@ class Options:
     bad: Bad
 
     def __post_init__(self) -> None:
-        for name in ("batchsize", "buffersize", "cycles", "epochs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
+        for name in ("batchsize", "buffersize", "cycles", "epochs", "seed"):
+            if (given := getattr(self, name)) is None:
+                continue
+            value = check_whole(name, given)
+            if value < 1 and name != "seed":
                 raise UsageError(f"{name}={value}", hint="at least 1")
+            object.__setattr__(self, name, value)  # a plain one, for checkpoints
 
 
 def prepare(

@@ -79,7 +79,7 @@ def compute(
         output = call(model, cut(x, start, stop))
         if check is not None:
             check(output, start, stop)
-        value = loss(output, cut(y, start, stop))
+        value = loss(output, labels_for(output, cut(y, start, stop)))
         del output  # the graph goes with the loss
         _check_loss(value)
         part = (stop - start) / rows
@@ -157,6 +157,19 @@ def call(model: nn.Module, x: Any) -> Any:  # noqa: ANN401
     if isinstance(x, Mapping):
         return model(**x)
     return model(*x) if isinstance(x, list | tuple) else model(x)
+
+
+def labels_for(output: Any, labels: Any) -> Any:  # noqa: ANN401
+    """As losses take them: one-hot rows of integers or truths are made floats like the output.
+
+    Other integers are ids of classes or places in a row, which a loss takes as they are.
+    """
+    if not (isinstance(output, Tensor) and isinstance(labels, Tensor)):
+        return labels
+    if output.dim() < 2 or labels.shape != output.shape or labels.is_floating_point():
+        return labels
+    hot = labels.dtype is torch.bool or bool(((labels == 0) | (labels == 1)).all())
+    return labels.to(output.dtype) if hot else labels
 
 
 def check_reduction(loss: LossFn) -> None:

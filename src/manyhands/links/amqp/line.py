@@ -13,17 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from manyhands.core.errors import LinkBroken, LinkError, LinkTimeout, ManyhandsError, Refused
+from manyhands.core.errors import LinkBroken, LinkError, ManyhandsError, Refused
 from manyhands.links.amqp.channel import AmqpChannel, Handler
 from manyhands.links.amqp.login import AmqpLogin, Setup
+from manyhands.links.passing import passes
 
 log = logging.getLogger(__name__)
 _OUTAGE_HINT = "is the broker running? open the link again when it is; what was under way is lost"
 _REDIAL_S = 0.1  # the first pause between two attempts; it doubles up to one second
 _RACES_S = (0.02, 0.05, 0.1)  # the pauses after each lost race with one who leaves
-# What a broker that is just starting, or has not yet noticed that our last connection is dead,
-# may answer; all of it passes.
-_PASSING = frozenset({"missing", "locked", "vhost", "precondition"})
 
 
 class Line:
@@ -166,9 +164,7 @@ class Line:
 
     def _bear(self, error: Exception, lost_s: float) -> None:
         """Raise it, unless it may pass and there is time for that."""
-        if not isinstance(error, LinkBroken | LinkTimeout | Refused):
-            raise error
-        if isinstance(error, Refused) and error.code not in _PASSING:
+        if not passes(error):
             raise error
         if time.monotonic() > lost_s + self._outage_s:
             raise LinkBroken(

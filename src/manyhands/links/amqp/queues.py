@@ -71,6 +71,13 @@ def purge(login: AmqpLogin, queues: Sequence[str]) -> dict[str, int]:
     purged: dict[str, int] = {}
 
     def errand(channel: Any) -> None:  # noqa: ANN401
+        missing = [queue for queue in queues if _look(channel, queue) is None]
+        if missing:
+            raise Refused(
+                "missing",
+                f"{login.place} has no queue {', '.join(missing)}: nothing was purged",
+                hint="name those that are there, or make them: manyhands queues setup",
+            )
         for queue in queues:
             purged[queue] = int(channel.queue_purge(queue))
 

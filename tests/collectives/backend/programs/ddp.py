@@ -150,13 +150,13 @@ def static_graph() -> str:
     return digest(model)
 
 
-def uneven_inputs() -> str:
+def uneven_inputs(*, by_method: bool = False) -> str:
     """Rank r has r batches more than rank 0: those that are done shadow the others."""
     rank, num = _place()
     model = make_model()
     wrapped = DistributedDataParallel(model, **BUCKETS)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    with Join([wrapped]):
+    with wrapped.join() if by_method else Join([wrapped]):
         for step in range(2 + rank):
             inputs, labels = batch_of(rank, step)
             optimizer.zero_grad()
@@ -172,6 +172,25 @@ def uneven_inputs() -> str:
                 (loss_of(reference(inputs), labels) / num).backward()
         alone.step()
     check_close(model, reference)
+    return digest(model)
+
+
+def stopped_by_the_first_to_end() -> str:
+    """All hear of it, where else whoever is done would shadow the others."""
+    rank = dist.get_rank()
+    model = make_model()
+    wrapped = DistributedDataParallel(model, **BUCKETS)
+    steps = []
+
+    def train() -> None:
+        with wrapped.join(throw_on_early_termination=True):
+            for step in range(2 + rank):
+                inputs, labels = batch_of(rank, step)
+                loss_of(wrapped(inputs), labels).backward()
+                steps.append(step)
+
+    refuses(RuntimeError, "exhausted", "inputs", call=train)
+    assert steps == [0, 1]
     return digest(model)
 
 

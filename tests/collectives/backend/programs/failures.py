@@ -13,8 +13,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -203,6 +205,19 @@ def agree_with(victim: int) -> None:
     for other in range(dist.get_world_size()):
         if other != rank:
             dist.recv(torch.empty(1), other)
+
+
+def die_within(
+    victim: int, program: str, given: Mapping[str, object], form: str, num_pieces: int
+) -> dict[str, object]:
+    """Run that program with what is given, until `victim` dies sending such an operation."""
+    module, function = program.split(".")
+    run = getattr(import_module(f"tests.collectives.backend.programs.{module}"), function)
+    if dist.get_rank() == victim:
+        die_sending(form, num_pieces)
+    start_s = time.monotonic()
+    error = error_of(lambda: run(**given))
+    return {"error": error, "took_s": time.monotonic() - start_s}
 
 
 def train_with_a_hook_until_error(victim: int) -> dict[str, object]:
@@ -412,12 +427,10 @@ def give_and_leave() -> None:
         tensor.fill_(1.0)
         dist.all_reduce(tensor, group=rest)
         assert (tensor == num - 1).all()
-    # Whoever fails first ends the group for all: not before the others have that sum, too.
-    for other in range(2, num):
-        if rank == other:
-            dist.send(torch.ones(1), 1)
-        elif rank == 1:
-            dist.recv(torch.empty(1), other)
+
+
+def sum_without_one_that_left() -> None:
+    """Whoever fails first ends the group for all: after `give_and_leave` is over everywhere."""
     text = error_of(lambda: dist.all_reduce(torch.ones(3)))
     assert "rank 0" in text, text
     assert "left" in text, text

@@ -27,9 +27,9 @@ def join(
     `lease_s`: after how long one that is silent is out, if these are the first at the run.
     """
     name = int(os.environ["CREW_RANK"])
-    if outage_s is not None:  # no user's setting
-        session.LinkSettings = partial(LinkSettings, outage_s=outage_s)
-    if lease_s is not None:  # nor this
+    if outage_s is not None:
+        os.environ["MANYHANDS_OUTAGE"] = str(outage_s)
+    if lease_s is not None:  # no user's setting
         session.LinkSettings = partial(LinkSettings, terms=Terms(lease_s=lease_s))
     dist.init_process_group(
         "manyhands",

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tests.collectives.backend.programs.values import given, refuses, same
+from tests.collectives.backend.programs.values import DTYPES, given, refuses, same
 
 
 def _place() -> tuple[int, int]:
@@ -17,8 +17,8 @@ def _place() -> tuple[int, int]:
 def send_and_receive() -> None:
     rank, num = _place()
     ahead, behind = (rank + 1) % num, (rank - 1) % num
-    for numel in (0, 1, 8193, 300_001):
-        for dtype in (torch.float32, torch.bfloat16, torch.bool):
+    for numel in (0, 1, 31, 8193, 300_001):
+        for dtype in DTYPES if numel == 31 else (torch.float32, torch.bfloat16, torch.bool):
             tensor = given(rank, numel, dtype)
             sending = dist.isend(tensor, ahead)
             came = torch.empty_like(tensor)
@@ -81,6 +81,13 @@ def batched() -> None:
         work.wait()
     same(outs[0], given(behind, 20_000, torch.float32, 1), "from behind")
     same(outs[1], given(ahead, 20_000, torch.float32, 2), "from ahead")
+    came = {dtype: torch.empty_like(given(0, 31, dtype)) for dtype in DTYPES}
+    ops = [dist.P2POp(dist.isend, given(rank, 31, dtype), ahead) for dtype in DTYPES]
+    ops += [dist.P2POp(dist.irecv, tensor, behind) for tensor in came.values()]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    for dtype, tensor in came.items():
+        same(tensor, given(behind, 31, dtype), dtype)
 
 
 def any_source() -> None:

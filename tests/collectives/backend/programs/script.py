@@ -29,7 +29,15 @@ if how == "raise" and dist.get_rank() == 1:
     raise ValueError("a mistake of rank 1")
 if how == "raise":
     dist.barrier()
-if how in ("before", "torchrun"):
+if how == "fork":
+    child = os.fork() if dist.get_rank() == 0 else None
+    if child == 0:
+        sys.exit(0)
+    if child is not None:
+        assert os.waitpid(child, 0)[1] == 0
+    for _ in range(3):
+        dist.all_reduce(total)
+if how in ("before", "fork", "torchrun"):
     dist.destroy_process_group()
 # The others end without it, one of them in the middle of an operation.
 elif how == "after":

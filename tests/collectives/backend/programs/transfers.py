@@ -9,18 +9,13 @@ import torch.distributed as dist
 
 from manyhands.core.errors import UsageError
 from tests.collectives.backend.programs.values import (
-    COMPLEX,
-    EIGHT_BIT_FLOATS,
-    FLOATS,
-    INTS,
-    WIDE_UNSIGNED,
+    DTYPES,
     all_gather_single,
     given,
     refuses,
     same,
 )
 
-DTYPES = (*FLOATS, *COMPLEX, *INTS, *WIDE_UNSIGNED, *EIGHT_BIT_FLOATS, torch.bool)
 SIZES = (0, 1, 8193, 300_001)
 
 
@@ -156,6 +151,10 @@ def gather_and_scatter() -> None:
             dist.scatter(out, chunks if rank == root else None, root)
             same(out, chunks[rank], ("scatter", root, numel))
     for dtype in DTYPES:
+        outs = [torch.empty_like(given(0, 9, dtype)) for _ in range(num)] if rank == 0 else None
+        dist.gather(given(rank, 9, dtype), outs, 0)
+        for r, out in enumerate(outs or []):
+            same(out, given(r, 9, dtype), ("gather", dtype))
         out = torch.empty_like(given(0, 9, dtype))
         dist.scatter(out, [given(r, 9, dtype) for r in range(num)] if rank == 0 else None, 0)
         same(out, given(rank, 9, dtype), dtype)

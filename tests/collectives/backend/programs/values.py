@@ -14,7 +14,15 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex64, torch.complex128)
 INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+EIGHT_BIT_FLOATS = (
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+ONLY_CARRIED = (torch.complex32, torch.float8_e8m0fnu)  # torch adds up neither
+DTYPES = (
+    *(*FLOATS, *COMPLEX, *INTS, *WIDE_UNSIGNED),
+    *(*EIGHT_BIT_FLOATS, *ONLY_CARRIED, torch.bool),
+)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -26,6 +34,8 @@ def given(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
     if dtype.is_complex:
         parts = torch.randn(numel, 2, generator=generator, dtype=torch.float64)
         return torch.view_as_complex(parts).to(dtype)
+    if dtype is torch.float8_e8m0fnu:  # powers of two, and no sign
+        return torch.rand(numel, generator=generator).to(dtype)
     if dtype.is_floating_point:
         return torch.randn(numel, generator=generator).to(dtype)
     whole = torch.randint(-100, 100, (numel,), generator=generator)

@@ -1,0 +1,241 @@
+"""What peers must have in common: each difference is named, with what is there and what here."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from manyhands.data.source import Source
+from manyhands.replica import description
+from manyhands.replica.description import check_same, describe, differences
+from manyhands.replica.gradients import Named, parameters_of
+from tests.replica.loops import Points, Recipe, gather, mean_loss
+
+
+def adamw(model, **changed):
+    return [torch.optim.AdamW(model.parameters(), **{"lr": 0.1, "weight_decay": 0.2, **changed})]
+
+
+def described(model=None, optimizers=adamw, data=None, **options):
+    model = model or nn.Linear(4, 2)
+    made = optimizers(model)
+    data = data or DataLoader(TensorDataset(torch.zeros(20, 4)), 5)
+    buffers = [Named(name, buffer) for name, buffer in model.named_buffers()]
+    found = describe(parameters_of(model, made), buffers, made, Source.of(data), options)
+    return msgspec.json.decode(msgspec.json.encode(found))  # as it comes from another peer
+
+
+def data_of(size, value=0.0):
+    return DataLoader(TensorDataset(torch.full((size, 4), value)), 5)
+
+
+def by_group(**own):
+    """Two groups; the second has settings of its own."""
+
+    def make(model):
+        first, second = model.parameters()
+        groups = [{"params": first}, {"params": second, **own}]
+        return [torch.optim.AdamW(groups, lr=0.1)]
+
+    return make
+
+
+class Wider(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        self.more = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"model": nn.Linear(4, 3)},
+            ["parameters.weight is float32[2, 4] there and float32[3, 4]"],
+        ),
+        ({"model": nn.Linear(4, 2).double()}, ["parameters.bias is float32[2] there and float64"]),
+        (
+            {"model": nn.Linear(4, 2, bias=False)},
+            ["parameters.bias is float32[2] there and missing"],
+        ),
+        ({"model": Wider()}, ["parameters.more is missing there and float32[1] here"]),
+        (
+            {"model": nn.Sequential(nn.Linear(4, 2))},
+            ["parameters.weight is", "parameters.0.weight"],
+        ),
+        ({"model": nn.BatchNorm1d(4)}, ["buffers.running_mean is missing there and float32[4]"]),
+        (
+            {"optimizers": lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)]},
+            ["optimizers.0.class is AdamW there and SGD here"],
+        ),
+        (
+            {"optimizers": lambda m: adamw(m, betas=(0.9, 0.95))},
+            ["optimizers.0.betas is [0.9, 0.999] there and [0.9, 0.95] here"],
+        ),
+        (
+            {"optimizers": lambda m: adamw(m, weight_decay=0.0)},
+            ["optimizers.0.weight_decay is 0.2 there and 0.0 here"],
+        ),
+        (
+            {"optimizers": lambda m: adamw(m, fused=True)},
+            ["optimizers.0.fused is None there and True here"],
+        ),
+        (
+            {"optimizers": lambda m: adamw(m, lr=torch.tensor(0.25))},
+            ["optimizers.0.lr is 0.1 there and 0.25 here"],
+        ),
+        ({"optimizers": lambda m: adamw(m) * 2}, ["optimizers is [{"]),
+        (
+            {"optimizers": lambda m: [torch.optim.AdamW([{"params": p} for p in m.parameters()])]},
+            ["optimizers.0.groups is [2] there and [1, 1] here"],
+        ),
+        ({"data": data_of(21)}, ["data.samples is 20 there and 21 here"]),
+        ({"data": data_of(20, 1.0)}, ["data.fingerprint is"]),
+        ({"epochs": 3}, ["epochs is missing there and 3 here"]),
+    ],
+)
+def test_each_difference_is_named(changed, said):
+    found = "; ".join(differences(described(), described(**changed)))
+    assert all(text in found for text in said), found
+    assert not differences(described(**changed), described(**changed))
+
+
+def test_another_release_is_named(monkeypatch):
+    mine = described()
+    monkeypatch.setattr(description, "__version__", "99.0")
+    assert differences(mine, described())[0].startswith("manyhands is ")
+    assert "99.0 here" in differences(mine, described())[0]
+
+
+def test_only_what_differs_is_said():
+    theirs, mine = described(), described(optimizers=lambda m: adamw(m, eps=1e-3))
+    assert differences(theirs, mine) == ["optimizers.0.eps is 1e-08 there and 0.001 here"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "said"),
+    [
+        ({"lr": 0.01}, {"lr": 0.02}, "lr is [0.1, 0.01] there and [0.1, 0.02] here"),
+        ({}, {"lr": 0.02}, "lr is missing there and [0.1, 0.02] here"),
+        (
+            {"betas": (0.5, 0.9)},
+            {"betas": (0.5, 0.8)},
+            "betas is [[0.9, 0.999], [0.5, 0.9]] there and [[0.9, 0.999], [0.5, 0.8]] here",
+        ),
+        ({"weight_decay": 0.5}, {}, "weight_decay is [0.01, 0.5] there and missing here"),
+    ],
+)
+def test_what_a_group_has_of_its_own_is_compared(theirs, mine, said):
+    there, here = (described(optimizers=by_group(**own)) for own in (theirs, mine))
+    assert differences(there, here) == [f"optimizers.0.own.{said}"]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: step / 10),
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, [0.3, 0.2], total_steps=9),
+        lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.3),
+    ],
+)
+def test_what_a_schedule_has_moved_is_not_compared(schedule):
+    """One of a cell that was run again, say, with the model that it had already trained."""
+
+    def moved(model, steps):
+        (optimizer,) = by_group(lr=0.01)(model)
+        scheduler = schedule(optimizer)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        return [optimizer]
+
+    there, here = (described(optimizers=lambda m, n=n: moved(m, n)) for n in (0, 3))
+    assert not differences(there, here)
+
+
+def plateau(optimizer):
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    schedule.step(1.0)
+    schedule.step(1.0)
+
+
+def by_hand(optimizer):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.1
+
+
+def plain(model):
+    """Keeps nothing about its steps."""
+    return [torch.optim.SGD(model.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize("made", [adamw, plain, by_group(lr=0.01)])
+@pytest.mark.parametrize("move", [plateau, by_hand])
+def test_a_rate_that_was_moved_in_a_phase_before_is_not_compared(made, move):
+    """Nothing says from where it was moved; who comes late has a fresh optimizer."""
+    model = nn.Linear(4, 2)
+    optimizers = made(model)
+    before = described(model, lambda _: optimizers)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizers[0].step()
+    move(optimizers[0])
+    there = described(model, lambda _: optimizers)
+    assert there["optimizers"][0]["own"] != before["optimizers"][0]["own"]
+    here = described(optimizers=made)
+    check_same(there, here)
+    check_same(here, there)
+
+
+def test_a_schedule_that_began_at_a_rate_that_was_moved_tells_nothing():
+    model = nn.Linear(4, 2)
+    optimizers = adamw(model)
+    described(model, lambda _: optimizers)
+    by_hand(optimizers[0])
+    torch.optim.lr_scheduler.StepLR(optimizers[0], 1)
+    check_same(described(model, lambda _: optimizers), described())
+
+
+def test_what_a_group_has_besides_its_rate_is_compared_in_a_later_phase_too():
+    model = nn.Linear(4, 2)
+    optimizers = by_group(eps=0.5)(model)
+    described(model, lambda _: optimizers)
+    by_hand(optimizers[0])
+    there = described(model, lambda _: optimizers)
+    found = differences(there, described(optimizers=by_group(eps=0.25)))
+    assert found == ["optimizers.0.own.eps is [1e-08, 0.5] there and [1e-08, 0.25] here"]
+
+
+def test_a_rate_that_a_schedule_remembers_is_compared_in_a_later_phase_too():
+    model = nn.Linear(4, 2)
+    optimizers = by_group(lr=0.01)(model)
+    torch.optim.lr_scheduler.StepLR(optimizers[0], 1)
+    described(model, lambda _: optimizers)
+    by_hand(optimizers[0])
+    there = described(model, lambda _: optimizers)
+    found = differences(there, described(optimizers=by_group(lr=0.02)))
+    assert found == ["optimizers.0.own.lr is [0.1, 0.01] there and [0.1, 0.02] here"]
+
+
+def test_a_peer_with_another_optimizer_is_refused_and_the_run_goes_on():
+    """Both come to a run that begins: whoever follows hears of it."""
+
+    def loop(hand, model, optimizer, loader, scheduler):
+        for _ in range(2):
+            for batch in loader:
+                mean_loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    rates = iter([0.1, 0.2])
+    recipe = Recipe(loop, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=next(rates)))
+    recipe.data = lambda: DataLoader(Points(), 10)
+    kits, errors = gather(recipe, (1, 1))
+    ((_, error),) = errors.items()
+    assert isinstance(error, description.Mismatch)
+    assert "optimizers.0.lr is" in str(error)
+    assert "start it with the run's script" in str(error)
+    assert len([kit for kit in kits if kit.digest]) == 1
