@@ -157,7 +157,7 @@ def test_the_module_itself_before_it_has_a_run():
         ([].append, "cannot be called with"),
         (lambda: None, "cannot be called with"),
     ],
-    ids=str,
+    ids=["None", "a string", "an object", "a module", "a class", "a method", "a function"],
 )
 def test_what_is_none(thing, words):
     with pytest.raises(UsageError, match=words) as caught:
