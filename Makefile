@@ -10,7 +10,7 @@ demo: setup
 	$(if $(AMQP),sh scripts/packages.sh rabbitmq-server && .venv/bin/python scripts/demo_amqp.py,.venv/bin/manyhands demo)
 
 test: setup
-	sh scripts/packages.sh rabbitmq-server openssh-server && .venv/bin/python -m pytest -n 2 --dist worksteal
+	sh scripts/packages.sh rabbitmq-server openssh-server && sh scripts/test.sh
 
 check: setup
 	sh scripts/check.sh
