@@ -17,6 +17,7 @@ from manyhands.cluster.attempt import AGENT_STOPPED, LEASE_ENDED
 from manyhands.cluster.messages import Phase
 from manyhands.cluster.office import HOST_TAKEN
 from manyhands.cluster.uploads import CHUNK_BYTES
+from tests.cluster.folders import open_to_all
 from tests.cluster.hosts import TestHost, gone
 from tests.cluster.offices import want
 from tests.cluster.programs import (
@@ -497,8 +498,7 @@ def test_an_agent_of_a_user_stays_when_the_cluster_goes_down(host) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run jobs as another user")
 def test_root_runs_jobs_as_the_user_it_is_given(host) -> None:
-    for folder in (host.folder, *host.folder.parents[:2]):
-        folder.chmod(0o711)
+    open_to_all(host.folder)
     code = (
         "import os; print(os.getresuid(), os.environ['HOME'], os.environ['USER'])\n"
         "open('mine', 'w').write('x'); print(os.listdir(os.getcwd()))"

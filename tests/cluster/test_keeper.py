@@ -23,6 +23,7 @@ from manyhands.cluster.attempt import Attempt
 from manyhands.cluster.keeper import CANNOT_RUN, NOT_FOUND, Alarm, Order, clock_s
 from manyhands.cluster.ledger import Key
 from manyhands.testing.processes import is_gone
+from tests.cluster.folders import open_to_all
 from tests.cluster.hosts import gone
 from tests.cluster.programs import (
     FAILS,
@@ -535,8 +536,7 @@ def test_a_rank_has_its_cores_and_nothing_of_the_keeper_open(kept, tmp_path) -> 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_root_can_run_ranks_as_another_user(kept, tmp_path) -> None:
     nobody = pwd.getpwnam("nobody")
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o711)
+    open_to_all(tmp_path)
     user = keeper.User(uid=nobody.pw_uid, gid=nobody.pw_gid, groups=[nobody.pw_gid])
     code = (
         "import os, signal; print(os.getresuid(), os.getresgid(), os.getgroups(), flush=True)\n"

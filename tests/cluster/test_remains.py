@@ -12,6 +12,7 @@ import pytest
 from manyhands.cluster.holder import LOCK
 from manyhands.cluster.remains import AGENTS, Remains
 from tests.cluster import running
+from tests.cluster.folders import open_to_all
 from tests.cluster.running import MAIN, WAIT_S
 
 HOLDS = """
@@ -60,8 +61,7 @@ def test_only_agents_of_ups_that_work_in_this_folder(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run jobs as another user")
 def test_a_cluster_is_taken_down_when_another_has_come_to_its_address(tmp_path, monkeypatch):
     """With --user, where all agents of root's are in one place: it is its own that end."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o711)
+    open_to_all(tmp_path)
     elsewhere = "from pathlib import Path\nfrom manyhands.cluster import identity\n"
     elsewhere += f"identity._OF_ROOT = Path({str(tmp_path / 'lib')!r})\n"
     monkeypatch.setattr(running, "MAIN", elsewhere + MAIN)

@@ -22,6 +22,7 @@ from manyhands.cluster.starters import HELD
 from manyhands.compat.deeppool import ClusterClient
 from manyhands.testing.processes import is_gone
 from tests.cluster import running
+from tests.cluster.folders import open_to_all
 from tests.cluster.running import MAIN, MARK, WAIT_S, Running, World, command_of, environ_of
 from tests.cluster.sshd import Sshd
 
@@ -346,8 +347,7 @@ def test_a_hostfile_of_several_hosts_here(world):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run jobs as another user")
 def test_root_runs_jobs_as_the_user_it_is_given(world, monkeypatch):
     """Each host has a folder that this user can reach; and a later `up` finds its agents there."""
-    for folder in (world.folder, *world.folder.parents[:2]):
-        folder.chmod(0o711)
+    open_to_all(world.folder)
     reached = world.folder / "lib"
     elsewhere = "from pathlib import Path\nfrom manyhands.cluster import identity\n"
     elsewhere += f"identity._OF_ROOT = Path({str(reached)!r})\n"

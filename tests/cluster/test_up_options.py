@@ -10,6 +10,7 @@ import pytest
 from manyhands.cluster.job import State
 from manyhands.testing.processes import is_gone
 from tests.cluster import running
+from tests.cluster.folders import open_to_all
 from tests.cluster.running import MAIN, WAIT_S, command_of
 
 STAY = "echo $$ > pid.new; mv pid.new pid-$MANYHANDS_RESTART_COUNT; "
@@ -30,8 +31,7 @@ def kill(up):
 @pytest.mark.parametrize("users", [("", "nobody"), ("nobody", "")])
 def test_no_job_runs_as_the_user_of_an_earlier_up(world, monkeypatch, users):
     """Neither the one that runs meanwhile, which begins again, nor the next."""
-    for folder in (world.folder, *world.folder.parents[:2]):
-        folder.chmod(0o711)
+    open_to_all(world.folder)
     (world.folder / "open").mkdir()
     (world.folder / "open").chmod(0o777)
     elsewhere = "from pathlib import Path\nfrom manyhands.cluster import identity\n"
