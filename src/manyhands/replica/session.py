@@ -430,6 +430,8 @@ class Session:
         """
         view = rounds.outlook.wait_for_view(lambda view: True)
         self._is_new = (rounds.outlook.first or view).founder is not None
+        if self._is_new and self._keeper is not None:
+            self._keeper.check_free()
         waiting_s = time.monotonic()
         while True:
             if self._signals.interrupted:
@@ -466,6 +468,8 @@ class Session:
         about = digest_of(self.description)
         fresh = Base(0, about + self.state.digest())
         if not self._options.resume:
+            if self._keeper is not None:
+                self._keeper.look()
             return fresh.open(about)
         assert self._keeper is not None
         or_begin = self._options.resume == "auto"
