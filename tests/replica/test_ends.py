@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import signal
 import threading
 
@@ -118,6 +120,46 @@ def test_an_option_that_is_misspelt_is_named_with_the_one_that_was_meant():
     with mh.join() as run, pytest.raises(UsageError, match="no option 'epoch'") as caught:
         run.wrap(*small(), epoch=1)
     assert "perhaps epochs" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_peers": 0},
+        {"min_peers": 1.5},
+        {"min_peers": "2"},
+        {"lease_s": 0},
+        {"lease_s": "3"},
+        {"lease_s": math.nan},
+        {"lease_s": 1e9},
+    ],
+    ids=str,
+)
+def test_what_no_run_can_be_joined_with_is_named(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(UsageError, match=re.escape(f"{name}={value!r}")) as caught:
+        mh.join(**wrong)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epochs": 2.5},
+        {"epochs": "2"},
+        {"epochs": True},
+        {"grain_size": 2.5},
+        {"save_every": 1.5},
+        {"resync_every": "8"},
+        {"checkpoints": ""},
+        {"checkpoints": 5},
+    ],
+    ids=str,
+)
+def test_an_option_that_is_none_is_named(wrong):
+    ((name, value),) = wrong.items()
+    with mh.join() as run, pytest.raises(UsageError, match=re.escape(f"{name}={value!r}")):
+        run.wrap(*small(), **wrong)
 
 
 def test_a_loop_over_the_old_loader_is_told_that_it_trained_nothing(caplog):
