@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import re
 import signal
+import sys
 import threading
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import manyhands as mh
 from manyhands.checkpoint.store import Store
 from manyhands.core.errors import AddressError, UsageError
 from manyhands.replica import session
+from manyhands.replica.signals import how_to_go_on
 from tests.replica.hands import Hands, held_at
 from tests.replica.training import alone, shadow
 
@@ -65,6 +69,30 @@ def test_ctrl_c_saves_and_ends(zygote, url, tmp_path):
         assert place.round == 1 + max(said["round"] for said in first.said if "round" in said)
         hands.join(resume=True)
         hands.finish(first)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"__file__": "a b.py"}, "MANYHANDS_RESUME=1 python 'a b.py' --lr 1"),
+        ({"__file__": "/x/y.py", "name": "x.y"}, "MANYHANDS_RESUME=1 python -m x.y --lr 1"),
+        ({"__file__": "m.py", "name": "x.__main__"}, "MANYHANDS_RESUME=1 python -m x --lr 1"),
+        ({"__file__": "m.py", "name": "__main__"}, "MANYHANDS_RESUME=1 python 'a b.py' --lr 1"),
+        ({}, "wrap(..., resume=True)"),  # a notebook's
+    ],
+    ids=["script", "module", "package", "folder", "notebook"],
+)
+def test_what_is_said_to_go_on_begins_the_same_program(monkeypatch, facts, expected):
+    main = ModuleType("__main__")
+    if "__file__" in facts:
+        main.__file__ = facts["__file__"]
+    main.__spec__ = ModuleSpec(facts["name"], None) if "name" in facts else None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["a b.py", "--lr", "1"])
+    monkeypatch.delenv("MANYHANDS_AGAIN", raising=False)
+    assert how_to_go_on() == expected
+    monkeypatch.setenv("MANYHANDS_AGAIN", "as the launcher says")
+    assert how_to_go_on() == "as the launcher says"
 
 
 def test_what_a_loop_does_after_it_was_asked_to_end_is_not_saved(zygote, hub, tmp_path):
