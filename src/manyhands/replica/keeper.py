@@ -7,6 +7,7 @@ said, and the run goes on.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -108,8 +109,10 @@ class Keeper:
         copied = self._copied[1]
         self._copied = None
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="checkpoints")
+            # A daemon: a run that nobody has closed must not keep its process from its end.
+            self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
             self._thread.start()
+            atexit.register(self.close)
         self._idle.clear()
         self._work.put(copied)
 
@@ -128,6 +131,7 @@ class Keeper:
             self._work.put(None)
             self._thread.join()
             self._thread = None
+            atexit.unregister(self.close)
 
     def _checkpoint(self, base: Base, round: int) -> Checkpoint:
         flat = self._state.flat(copy=True)
