@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 import signal
+import sys
 import threading
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ import manyhands as mh
 from manyhands.checkpoint.store import Store
 from manyhands.core.errors import AddressError, UsageError
 from manyhands.replica import session
+from manyhands.replica.signals import how_to_go_on
 from tests.replica.hands import Hands, held_at
 from tests.replica.training import alone, shadow
 
@@ -63,6 +69,30 @@ def test_ctrl_c_saves_and_ends(zygote, url, tmp_path):
         assert place.round == 1 + max(said["round"] for said in first.said if "round" in said)
         hands.join(resume=True)
         hands.finish(first)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"__file__": "a b.py"}, "MANYHANDS_RESUME=1 python 'a b.py' --lr 1"),
+        ({"__file__": "/x/y.py", "name": "x.y"}, "MANYHANDS_RESUME=1 python -m x.y --lr 1"),
+        ({"__file__": "m.py", "name": "x.__main__"}, "MANYHANDS_RESUME=1 python -m x --lr 1"),
+        ({"__file__": "m.py", "name": "__main__"}, "MANYHANDS_RESUME=1 python 'a b.py' --lr 1"),
+        ({}, "wrap(..., resume=True)"),  # a notebook's
+    ],
+    ids=["script", "module", "package", "folder", "notebook"],
+)
+def test_what_is_said_to_go_on_begins_the_same_program(monkeypatch, facts, expected):
+    main = ModuleType("__main__")
+    if "__file__" in facts:
+        main.__file__ = facts["__file__"]
+    main.__spec__ = ModuleSpec(facts["name"], None) if "name" in facts else None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["a b.py", "--lr", "1"])
+    monkeypatch.delenv("MANYHANDS_AGAIN", raising=False)
+    assert how_to_go_on() == expected
+    monkeypatch.setenv("MANYHANDS_AGAIN", "as the launcher says")
+    assert how_to_go_on() == "as the launcher says"
 
 
 def test_what_a_loop_does_after_it_was_asked_to_end_is_not_saved(zygote, hub, tmp_path):
@@ -118,6 +148,46 @@ def test_an_option_that_is_misspelt_is_named_with_the_one_that_was_meant():
     with mh.join() as run, pytest.raises(UsageError, match="no option 'epoch'") as caught:
         run.wrap(*small(), epoch=1)
     assert "perhaps epochs" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_peers": 0},
+        {"min_peers": 1.5},
+        {"min_peers": "2"},
+        {"lease_s": 0},
+        {"lease_s": "3"},
+        {"lease_s": math.nan},
+        {"lease_s": 1e9},
+    ],
+    ids=str,
+)
+def test_what_no_run_can_be_joined_with_is_named(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(UsageError, match=re.escape(f"{name}={value!r}")) as caught:
+        mh.join(**wrong)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epochs": 2.5},
+        {"epochs": "2"},
+        {"epochs": True},
+        {"grain_size": 2.5},
+        {"save_every": 1.5},
+        {"resync_every": "8"},
+        {"checkpoints": ""},
+        {"checkpoints": 5},
+    ],
+    ids=str,
+)
+def test_an_option_that_is_none_is_named(wrong):
+    ((name, value),) = wrong.items()
+    with mh.join() as run, pytest.raises(UsageError, match=re.escape(f"{name}={value!r}")):
+        run.wrap(*small(), **wrong)
 
 
 def test_a_loop_over_the_old_loader_is_told_that_it_trained_nothing(caplog):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +19,7 @@ from manyhands.replica.conductor import Base
 from manyhands.replica.keeper import Keeper, NotSaved, Saved
 from manyhands.replica.options import Options
 
+PATIENCE_S = 120.0  # for a program that loads torch, where others work too
 RECORD = Record(b"", NO_VIEW, NO_VIEW, ())
 DESCRIPTION = dict.fromkeys(("manyhands", "epochs", "bad_gradients", "resync_every"))
 
@@ -89,3 +93,32 @@ def test_a_description_that_lacks_a_part_is_no_checkpoint_of_a_run(tmp_path):
     keeper.save_last(Base(4, bytes(16), RECORD), 3)
     with pytest.raises(Malformed, match="is no checkpoint of a run: 'optimizers'"):
         keeper_of(tmp_path).load()
+
+
+UNCLOSED = """
+import sys
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import manyhands as mh
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+run = mh.join()
+options = {"checkpoints": sys.argv[1], "save_every": 1, "save_all": True}
+_, optimizer, loader, _ = run.wrap(model, optimizer, data, epochs=1, **options)
+for (x,) in loader:
+    model(x).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_run_that_nobody_has_closed_does_not_keep_its_process(tmp_path):
+    """As in a notebook, whose cells know no `with`. What was to be written is."""
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    command = [sys.executable, "-c", UNCLOSED, str(tmp_path / "saved")]
+    ended = subprocess.run(command, env=env, timeout=PATIENCE_S, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert any(place.complete for place in Store(tmp_path / "saved").places())

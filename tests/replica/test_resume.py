@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,24 +12,40 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
+from manyhands.core.errors import UsageError
 from manyhands.replica import description
 from manyhands.replica.description import Mismatch, differences, resumable
 
 PATIENCE_S = 60.0
 
 
-def train(folder, *, width=2, resume=True, url=None, epochs=1, min_peers=1, rate=0.1, **place):
+def train(
+    folder,
+    *,
+    width=2,
+    url=None,
+    epochs=1,
+    min_peers=1,
+    rate=0.1,
+    lease_s=10.0,
+    name=None,
+    wrapped=lambda: None,
+    each=lambda round_: None,
+    **options,
+):
     """One peer, from the beginning to the end of its run; how many rounds it has trained."""
     torch.manual_seed(3)
     model = nn.Linear(width, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     data = DataLoader(TensorDataset(torch.ones(4, width)), batch_size=2)
-    with mh.join(url, min_peers=min_peers, **place) as run:
-        options = {"epochs": epochs, "checkpoints": str(folder), "resume": resume}
-        _, _, loader, _ = run.wrap(model, optimizer, data, **options)
+    with mh.join(url, min_peers=min_peers, lease_s=lease_s, name=name) as run:
+        options = {"checkpoints": str(folder), "resume": True, **options}
+        _, _, loader, _ = run.wrap(model, optimizer, data, epochs=epochs, **options)
+        wrapped()
         trained = 0
         for _ in range(epochs):
             for (x,) in loader:
+                each(run.round)
                 model(x).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -68,6 +85,39 @@ def test_something_else_is_refused_by_name(tmp_path, changed, said):
     assert said in str(caught.value)
     assert "than the one that was saved" in str(caught.value)
     assert "resume with the script, data and options that saved it" in str(caught.value)
+
+
+def test_a_run_does_not_begin_among_what_an_earlier_one_has_saved(tmp_path):
+    """Its own checkpoints, of fewer rounds, would go first, and it would go on from the other's."""
+    train(tmp_path, resume=False, epochs=3)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UsageError, match="of an earlier run, up to round 6") as caught:
+        train(tmp_path, resume=False)
+    assert str(tmp_path) in str(caught.value)
+    assert "resume=True" in caught.value.hint
+    assert sorted(tmp_path.iterdir()) == before
+    assert train(tmp_path, resume=False, checkpoints=None) == 2
+    assert train(tmp_path, resume="auto", epochs=4) == 2
+
+
+def test_who_joins_finds_what_its_own_run_has_saved(tmp_path):
+    saved, joined = threading.Event(), threading.Event()
+
+    def wait(round_):
+        if round_ == 3:  # so the state after 1 is written: see save_all
+            saved.set()
+            assert joined.wait(PATIENCE_S)
+
+    options = {"resume": False, "save_every": 1, "save_all": True, "epochs": 9}
+    place = {"url": "local:///joined", "lease_s": 600.0}
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(train, tmp_path, **options, **place, each=wait)
+        assert saved.wait(PATIENCE_S)
+        try:
+            train(tmp_path, **options, **place, wrapped=joined.set)
+        finally:
+            joined.set()
+        assert first.result(PATIENCE_S) == 18
 
 
 def test_peers_that_resume_at_once_are_compared(tmp_path):

@@ -346,6 +346,8 @@ def test_batches_go_where_the_model_is():
         ({"loss": None}, "either a loss or a step"),
         ({"step": mean_loss}, "either a loss or a step"),
         ({"epochs": 0}, "epochs=0"),
+        ({"epochs": "3"}, "epochs='3'"),
+        ({"epochs": 2.5}, "epochs=2.5"),
         ({"patience": 0}, "patience=0"),
         ({"mode": "least"}, "mode='least'"),
         ({"schedule": "step"}, "schedule='step'"),

@@ -7,10 +7,13 @@ said, and the run goes on.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import queue
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +22,7 @@ import msgspec
 from manyhands.checkpoint.store import Checkpoint, Store
 from manyhands.checkpoint.tree import unflatten
 from manyhands.collectives.messages import Record
-from manyhands.core.errors import CheckpointError, Malformed
+from manyhands.core.errors import CheckpointError, Malformed, UsageError
 from manyhands.replica.conductor import Base
 from manyhands.replica.description import check_saved
 from manyhands.replica.openings import Openings
@@ -58,12 +61,14 @@ class Keeper:
     ) -> None:
         """Every so many rounds, in the place that the options name."""
         assert options.checkpoints is not None
+        self._place = os.fspath(options.checkpoints)
         self._store = Store(options.checkpoints, keep=options.keep)
         self._state, self._description, self._every = state, description, every
         self._every_one, self._wanted = options.save_all, False
         self._copied: tuple[int, Checkpoint] | None = None  # waits until its round is stable
         self._last = 0  # round of the last one that was copied
         self._loaded: int | None = None  # rounds, as the engine counts, of the one that was taken
+        self._found: int | None = None  # round of the newest one that was there before
         self._work: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()  # nothing waits to be written
@@ -104,8 +109,10 @@ class Keeper:
         copied = self._copied[1]
         self._copied = None
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="checkpoints")
+            # A daemon: a run that nobody has closed must not keep its process from its end.
+            self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
             self._thread.start()
+            atexit.register(self.close)
         self._idle.clear()
         self._work.put(copied)
 
@@ -124,6 +131,7 @@ class Keeper:
             self._work.put(None)
             self._thread.join()
             self._thread = None
+            atexit.unregister(self.close)
 
     def _checkpoint(self, base: Base, round: int) -> Checkpoint:
         flat = self._state.flat(copy=True)
@@ -159,6 +167,23 @@ class Keeper:
         self.events.put(NotSaved(round, error))
 
     # -- finding --------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Remember what is there before this peer comes to its run."""
+        with suppress(CheckpointError):  # what cannot be listed is told when something is saved
+            self._found = max((p.round for p in self._store.places() if p.complete), default=None)
+
+    def check_free(self) -> None:
+        """The run begins now: raises UsageError if another one's states were there before. The
+        newest is that of most rounds: they would be taken for this run's, and its own be removed.
+        """
+        if self._found is not None:
+            raise UsageError(
+                f"{self._place} has checkpoints of an earlier run, up to round {self._found}, "
+                "which would be taken for this one's",
+                hint='to go on from there, resume=True (manyhands run --resume), or "auto"; to '
+                "begin anew, name another place or remove them",
+            )
 
     def load(self, *, or_begin: bool = False) -> Base | None:
         """The newest whole state is taken, if it is one of what is trained here; returns where it

@@ -85,8 +85,8 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("grain_size", "epochs", "max_pass", "resync_every", "save_every", "keep"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}={value}", hint="1 or more, or None")
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name}={value!r}", hint="a whole number of 1 or more, or None")
         for name, known in (
             ("loss", ("mean", "sum")),
             ("shares", ("speed", "equal")),
@@ -97,7 +97,11 @@ class Options:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r}", hint=f"one of {', '.join(map(str, known))}"
                 )
-        if self.resume and self.checkpoints is None:
+        place = self.checkpoints
+        is_place = isinstance(place, str | os.PathLike)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if place is not None and not (is_place and os.fspath(place)):
+            raise UsageError(f"checkpoints={place!r}", hint="a folder or a URL, or None")
+        if self.resume and place is None:
             raise UsageError(
                 "nothing says where to resume from", hint="wrap(..., checkpoints=FOLDER_OR_URL)"
             )

@@ -40,6 +40,8 @@ from manyhands.replica.state import OWN, Stateful
 
 log = logging.getLogger(__name__)
 
+_LONGEST_S = 86400.0  # that links take a lease of
+
 
 class Mean:
     """A scalar over all peers. `float(mean)` is its newest value: NaN before the first.
@@ -311,6 +313,10 @@ def join(
 ) -> Run:
     """Take part in a run. What is left open comes from the environment; without any, alone."""
     few = _count(os.environ.get("MANYHANDS_MIN_PEERS", "1")) if min_peers is None else min_peers
+    if type(few) is not int or few < 1:
+        raise UsageError(f"min_peers={few!r}", hint="a number of peers, 1 or more")
+    if type(lease_s) not in (int, float) or not 0 < lease_s <= _LONGEST_S:
+        raise UsageError(f"lease_s={lease_s!r}", hint="seconds, 10 say; a day at most")
     try:
         point = find_meeting_point(url, run=run, name=name, environ=os.environ)
     except NoMeetingPoint:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -57,7 +55,7 @@ from manyhands.replica.openings import Openings
 from manyhands.replica.options import Options, Place, RoundClosed
 from manyhands.replica.replica import Replica
 from manyhands.replica.scalars import Scalars
-from manyhands.replica.signals import Signals
+from manyhands.replica.signals import Signals, how_to_go_on
 from manyhands.replica.snapshots import Snapshots
 from manyhands.replica.state import Stateful, TrainingState
 from manyhands.replica.units import Units
@@ -323,9 +321,7 @@ class Session:
         if not (self.conductor.over and self._signals.interrupted):
             return
         if self.finish():  # else others go on, and save
-            alone = f"MANYHANDS_RESUME=1 {shlex.join(['python', *sys.argv])}"
-            again = os.environ.get("MANYHANDS_AGAIN", alone)  # as `manyhands run` says
-            log.warning("to go on from round %d: %s", self.round, again)
+            log.warning("to go on from round %d: %s", self.round, how_to_go_on())
         raise KeyboardInterrupt
 
     def _tell(self, event: Event) -> None:
@@ -430,6 +426,8 @@ class Session:
         """
         view = rounds.outlook.wait_for_view(lambda view: True)
         self._is_new = (rounds.outlook.first or view).founder is not None
+        if self._is_new and self._keeper is not None:
+            self._keeper.check_free()
         waiting_s = time.monotonic()
         while True:
             if self._signals.interrupted:
@@ -466,6 +464,8 @@ class Session:
         about = digest_of(self.description)
         fresh = Base(0, about + self.state.digest())
         if not self._options.resume:
+            if self._keeper is not None:
+                self._keeper.look()
             return fresh.open(about)
         assert self._keeper is not None
         or_begin = self._options.resume == "auto"

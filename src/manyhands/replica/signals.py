@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
@@ -41,3 +44,15 @@ class Signals:
         """As it was before. Idempotent."""
         while self._before:
             signal.signal(*self._before.popitem())
+
+
+def how_to_go_on() -> str:
+    """What goes on from what was saved, once this program has been interrupted."""
+    if again := os.environ.get("MANYHANDS_AGAIN"):  # as `manyhands run` says
+        return again
+    main = sys.modules["__main__"]
+    if not hasattr(main, "__file__"):
+        return "wrap(..., resume=True)"  # a notebook: no command begins it again
+    name = None if main.__spec__ is None else main.__spec__.name.removesuffix(".__main__")
+    begin = sys.argv if name in (None, "__main__") else ["-m", name, *sys.argv[1:]]
+    return f"MANYHANDS_RESUME=1 {shlex.join(['python', *begin])}"

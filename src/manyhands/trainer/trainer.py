@@ -77,8 +77,10 @@ class Trainer:
                 "a Trainer takes either a loss or a step",
                 hint="loss=nn.CrossEntropyLoss(), say, or step=FUNCTION_OF_MODEL_AND_BATCH",
             )
-        if self.epochs < 1 or (self.patience is not None and self.patience < 1):
-            raise UsageError(f"epochs={self.epochs}, patience={self.patience}", hint="1 or more")
+        counts = (self.epochs, 1 if self.patience is None else self.patience)
+        if any(type(count) is not int or count < 1 for count in counts):
+            said = f"epochs={self.epochs!r}, patience={self.patience!r}"
+            raise UsageError(said, hint="whole numbers of 1 or more; patience may be None")
         for name, known in (("schedule", ("epoch", "round")), ("mode", ("min", "max"))):
             if getattr(self, name) not in known:
                 hint = f"one of {', '.join(known)}"

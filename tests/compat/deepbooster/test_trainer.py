@@ -44,7 +44,10 @@ def trainer(**changed):
         ({"ignition_queue": "test2"}, "needs two queues"),
         ({"ignition_queue": "amq.topic"}, "broker's own"),
         ({"my_queue": "", "trainers_queues": [""]}, "cannot name a queue"),
+        ({"my_queue": "ab", "trainers_queues": "ab"}, "a list of names"),
         ({"n_epoch": 0}, "at least 1"),
+        ({"n_epoch": "3"}, "n_epoch='3'"),
+        ({"n_epoch": 2.5}, r"n_epoch=2\.5"),
         ({"model": nn.Linear(2, 1).requires_grad_(False)}, None),
         ({"url_parameters": "hub://127.0.0.1/run"}, "is no broker"),
     ],
@@ -55,6 +58,11 @@ def test_what_cannot_be(changed, text):
         return
     with pytest.raises(UsageError, match=text):
         trainer(**changed)
+
+
+def test_one_name_is_no_list_of_queues():
+    with pytest.raises(UsageError, match="ignition_queues='ab'"):
+        deepbooster.Launcher("ab", "amqp://user:secret@127.0.0.1:5672")
 
 
 @pytest.mark.parametrize("body", [b"x" * 300, b"/a" * 3000, b"\xff", b"\0", b"", b"/", b"{}"])

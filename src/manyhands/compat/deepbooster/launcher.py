@@ -19,6 +19,8 @@ class Launcher:
     """For the trainers with these ignition queues, in this order. No torch is needed for it."""
 
     def __init__(self, ignition_queues: Sequence[str], url_parameters: str) -> None:
+        if isinstance(ignition_queues, str):  # whose letters would be queues
+            raise UsageError(f"ignition_queues={ignition_queues!r}", hint="a list of names")
         queues = [check_queue(name) for name in ignition_queues]
         if not queues or len(set(queues)) < len(queues):
             raise UsageError(

@@ -56,8 +56,8 @@ class Trainer:
         apply_transformer_to_label: bool = False,
     ) -> None:
         _check_names(ignition_queue, my_queue, trainers_queues)
-        if n_epoch < 1:
-            raise UsageError(f"n_epoch={n_epoch} trains nothing", hint="at least 1")
+        if type(n_epoch) is not int or n_epoch < 1:
+            raise UsageError(f"n_epoch={n_epoch!r} trains nothing", hint="an int, at least 1")
         self._ignition_queue, self._my_queue = ignition_queue, my_queue
         self._names = sorted(trainers_queues)
         self._n_epoch = n_epoch
@@ -123,6 +123,8 @@ def run_of(names: Sequence[str]) -> str:
 
 
 def _check_names(ignition_queue: str, my_queue: str, trainers_queues: Sequence[str]) -> None:
+    if isinstance(trainers_queues, str):  # whose letters would be trainers
+        raise UsageError(f"trainers_queues={trainers_queues!r}", hint="a list of names")
     for name in (ignition_queue, my_queue, *trainers_queues):
         check_queue(name)
     for name in trainers_queues:
