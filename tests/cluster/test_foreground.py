@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from manyhands.cluster.errors import StoreFull
-from manyhands.cluster.foreground import Signals, serve
+from manyhands.cluster.foreground import Signals, serve, tell
 from manyhands.cluster.up import Ready, Up, UpSettings
 from manyhands.core.errors import ManyhandsError
 from tests.cluster.running import WAIT_S
@@ -155,6 +155,16 @@ def test_signals_are_met_and_the_handlers_before_are_back():
         assert signals.next() is None
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_line_that_nobody_reads_is_no_error():
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:
+        tell(stream, "hello")
+        assert os.read(reader, 100) == b"hello\n"
+        os.close(reader)
+        for _ in range(2):
+            tell(stream, "is anybody there?")
 
 
 WAITING = """

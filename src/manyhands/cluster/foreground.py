@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from manyhands.cluster.limits import raise_descriptors
 from manyhands.cluster.up import Ready, Up
@@ -18,6 +19,19 @@ from manyhands.core.errors import ManyhandsError
 READY_LINE = "Now, cluster is ready to accept training jobs."
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DONE = 0  # no signal has this number
+
+
+def tell(stream: TextIO, text: str) -> None:
+    """A line for people, at once. They may have gone: their terminal was closed, or Ctrl-C has
+    ended the `tee` too. That keeps no cluster from going down, and takes none down.
+    """
+    try:
+        stream.write(f"{text}\n")
+        stream.flush()
+    except OSError:
+        # What is left in its buffer, and all that is to come, goes nowhere.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class Signals:
@@ -83,8 +97,9 @@ def serve(
     """Run the cluster in a thread, and listen to signals in this one, the main thread, until it is
     down. Raises what fails.
 
-    `announce` is called when it is ready, `say` with lines for people. `beside` is entered while it
-    is open, and left when all agents have gone.
+    `announce` is called when it is ready, `say` with lines for people, from any thread: it has to
+    return whether anybody reads them or not (`tell`), or no signal would be heeded. `beside` is
+    entered while it is open, and left when all agents have gone.
     """
     raise_descriptors()
     failures: list[BaseException] = []
