@@ -165,6 +165,7 @@ def test_a_line_that_nobody_reads_is_no_error():
         os.close(reader)
         for _ in range(2):
             tell(stream, "is anybody there?")
+    tell(None, "`>&-`")
 
 
 WAITING = """

@@ -21,10 +21,13 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DONE = 0  # no signal has this number
 
 
-def tell(stream: TextIO, text: str) -> None:
+def tell(stream: TextIO | None, text: str) -> None:
     """A line for people, at once. They may have gone: their terminal was closed, or Ctrl-C has
-    ended the `tee` too. That keeps no cluster from going down, and takes none down.
+    ended the `tee` too; or have closed the stream before (None). That keeps no cluster from going
+    down, and takes none down.
     """
+    if stream is None:
+        return
     try:
         stream.write(f"{text}\n")
         stream.flush()
