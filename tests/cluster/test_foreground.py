@@ -68,9 +68,16 @@ def test_what_is_beside_is_left_when_agents_have_gone_and_before_all_is_closed()
     assert "SIGTERM: going down" in said[0]
 
 
-def test_a_part_that_fails_in_a_thread_ends_it(monkeypatch):
+@pytest.mark.parametrize("is_heard", [True, False])  # False: stderr is a closed terminal
+def test_a_part_that_fails_in_a_thread_ends_it(monkeypatch, is_heard):
     seen = []
-    monkeypatch.setattr(threading, "excepthook", lambda what: seen.append(what.exc_type))
+
+    def hook(what):
+        seen.append(what.exc_type)
+        if not is_heard:
+            raise OSError("no terminal")
+
+    monkeypatch.setattr(threading, "excepthook", hook)
 
     def fail(up, ready):
         thread = threading.Thread(target=lambda: 1 / 0)

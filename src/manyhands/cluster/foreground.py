@@ -165,7 +165,10 @@ def _stop_for(
     failures: list[BaseException],
 ) -> None:
     """A thread of the hub, the server or the coordinator has failed: so has the cluster."""
-    usual(what)
     name = what.exc_type.__name__
-    failures.append(ManyhandsError(f"a part of the cluster failed ({name}); its error is above"))
-    up.stop(f"{name} in a part of the cluster")
+    try:
+        usual(what)
+    finally:  # there may be nowhere to write it to
+        text = f"a part of the cluster failed ({name}); its error is above"
+        failures.append(ManyhandsError(text))
+        up.stop(f"{name} in a part of the cluster")
