@@ -294,7 +294,7 @@ def test_down_ends_what_an_up_that_was_killed_has_left(world):
     assert left == {mine.pid}
     (world.folder / "pid-0").unlink()
     world.up()
-    world.until_state(job, State.RUNNING)
+    world.pid_in("pid-1")  # until its log has been sent, the first attempt is not over
     assert world.cluster.job(job.id).attempt == 1
 
 
