@@ -476,7 +476,7 @@ def test_up_for_people(tmp_path):
         (["up", "--user", ""], 2, "there is no user ''"),
         (["up", "--ssh", "ssh 'half"], 2, "--ssh"),
         (["up", "--bind", "127.0.0.1:none"], 2, "HOST:PORT"),
-        (["up", "--bind", "192.0.2.1:0"], 1, "cannot listen"),
+        (["up", "--bind", "192.0.2.1:0"], 2, "an address of this machine is wanted"),
         (["agent", "nonsense"], 2, "mhc1-"),
         (["agent", "-"], 2, "no code on stdin"),
         (["agent", "mh1-x"], 2, "of a hub"),

@@ -127,3 +127,12 @@ def test_a_second_signal_ends_the_farewell(host) -> None:
     assert gone(processes)
     host.agent.send_signal(signal.SIGINT)
     assert host.words() == AGENT_STOPPED
+
+
+def test_a_farewell_ends_with_the_lease(host) -> None:
+    """Nobody hears it then: a coordinator that is there has given the host up."""
+    host.start(farewell_s=1e6)
+    host.shorten_lease()
+    host.office.cut()
+    host.agent.send_signal(signal.SIGTERM)
+    assert host.words() == AGENT_STOPPED

@@ -242,6 +242,49 @@ def test_a_log_that_filled_the_disk_before_it_was_looked_at_is_known(tmp_path, d
     assert looked.told.get(timeout=0) == Flooded(upload.key, 0, upload.why)
 
 
+@pytest.fixture
+def log(tmp_path):
+    """A rank's log: `sent(text)` is what an office has of it when it has become that text."""
+    path, office, key = tmp_path / "log", FakeOffice(), (KEY.job, KEY.attempt, 0)
+    office.hello(Hello(version="1", host="h", agent="a", address="x", slots=(), pid=1))
+    uploads = Uploads(lambda: office, Connected(), "h", "a", queue.SimpleQueue().put)
+    upload = _Upload(KEY, 0, path)
+
+    def sent(text):
+        path.write_bytes(text)  # as a shell does for `> /dev/stderr`
+        while uploads._advance(office, upload) or upload.waits:
+            pass
+        return bytes(office.logs[key])
+
+    yield SimpleNamespace(sent=sent, office=office, copy=lambda: office.logs[key])
+    office.close()
+
+
+EMPTIED = b"manyhands: rank 0 has emptied its log, "
+
+
+@pytest.mark.parametrize("after", [b"two\n", b"two\nthree, which is longer than what was sent\n"])
+def test_what_a_rank_writes_after_it_has_emptied_its_log_arrives(log, after):
+    """What was sent stays; that something may be missing is said once, though the answer be lost"""
+    assert log.sent(b"one\n") == b"one\n"
+    log.office.lost_answers["send_log"] = 1
+    before, notice, rest = log.sent(after).partition(EMPTIED)
+    assert (before, rest.partition(b"\n")[2]) == (b"one\n", after)
+    text = log.sent(b"four")
+    assert text == before + notice + rest + b"four"
+    assert log.sent(b"four, five\n") == text + b", five\n"
+
+
+def test_a_copy_that_is_cleared_away_begins_with_what_the_log_has_now(log):
+    log.sent(b"one\n")
+    log.copy().clear()
+    text = log.sent(b"two\n")
+    assert text.startswith(EMPTIED)
+    assert text.endswith(b"here\ntwo\n")
+    log.copy().clear()
+    assert log.sent(b"three\n") == b"three\n"
+
+
 def test_an_attempt_that_has_failed_is_ended_at_once_when_its_log_takes_the_room(tmp_path):
     """Until it ends, nobody else's log is looked at; and what failed first stays the reason."""
     attempt = Attempt(KEY, "h", tmp_path)

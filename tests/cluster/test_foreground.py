@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from manyhands.cluster.errors import StoreFull
-from manyhands.cluster.foreground import Signals, serve
+from manyhands.cluster.foreground import Signals, serve, tell
 from manyhands.cluster.up import Ready, Up, UpSettings
 from manyhands.core.errors import ManyhandsError
 from tests.cluster.running import WAIT_S
@@ -68,9 +68,16 @@ def test_what_is_beside_is_left_when_agents_have_gone_and_before_all_is_closed()
     assert "SIGTERM: going down" in said[0]
 
 
-def test_a_part_that_fails_in_a_thread_ends_it(monkeypatch):
+@pytest.mark.parametrize("is_heard", [True, False])  # False: stderr is a closed terminal
+def test_a_part_that_fails_in_a_thread_ends_it(monkeypatch, is_heard):
     seen = []
-    monkeypatch.setattr(threading, "excepthook", lambda what: seen.append(what.exc_type))
+
+    def hook(what):
+        seen.append(what.exc_type)
+        if not is_heard:
+            raise OSError("no terminal")
+
+    monkeypatch.setattr(threading, "excepthook", hook)
 
     def fail(up, ready):
         thread = threading.Thread(target=lambda: 1 / 0)
@@ -155,6 +162,17 @@ def test_signals_are_met_and_the_handlers_before_are_back():
         assert signals.next() is None
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_line_that_nobody_reads_is_no_error():
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:
+        tell(stream, "hello")
+        assert os.read(reader, 100) == b"hello\n"
+        os.close(reader)
+        for _ in range(2):
+            tell(stream, "is anybody there?")
+    tell(None, "`>&-`")
 
 
 WAITING = """

@@ -22,7 +22,7 @@ from manyhands.cluster.limits import HttpLimits
 from manyhands.cluster.messages import Hello
 from manyhands.cluster.office import OfficeUnreachable
 from manyhands.cluster.routes import Role
-from manyhands.cluster.server import Server, _listen
+from manyhands.cluster.server import Server, listen
 from manyhands.core.errors import SettingsError
 from manyhands.testing.broker import free_ports
 from tests.cluster.conftest import ANSWER_S, hear, problem
@@ -313,7 +313,7 @@ def test_a_port_that_is_taken(served):
 
 def test_small_answers_do_not_wait_for_acknowledgements():
     """asyncio turns Nagle's algorithm off by the number of the protocol, which accept() copies."""
-    with _listen("127.0.0.1", 0) as listening:
+    with listen("127.0.0.1:0") as listening:
         assert listening.proto == socket.IPPROTO_TCP
 
 
@@ -389,7 +389,7 @@ from manyhands.cluster.identity import open_identity
 from manyhands.cluster.job import Spec
 from manyhands.cluster.logs import Logs
 from manyhands.cluster.messages import Hello, Kind, Slot
-from manyhands.cluster.server import Server, _listen
+from manyhands.cluster.server import Server
 from manyhands.cluster.store import Store
 folder, bind = Path(sys.argv[1]), sys.argv[2]
 logs, identity = Logs(folder / "logs", reserve_bytes=0), open_identity(folder)

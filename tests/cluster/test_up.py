@@ -82,6 +82,21 @@ def test_a_signal_ends_all_and_the_job_begins_again_next_time(world, number):
     assert (world.folder / "ends").read_text() == "done\n"
 
 
+def test_a_terminal_that_is_closed_takes_it_down(world):
+    """Nobody reads then what it says, as when Ctrl-C ends a `tee` too."""
+    up = world.start(
+        *("up", "--json", "--slots", "1", "--bind", "127.0.0.1:0"),
+        *("--state", str(world.state), "--logdir", str(world.logs)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with up.stdout, up.stderr:
+        assert up.stdout.readline()
+    up.send_signal(signal.SIGHUP)
+    assert up.wait(WAIT_S) == 0
+    assert world.processes() == []
+
+
 def test_a_second_signal_does_not_wait_for_the_grace(world):
     up = world.up()
     world.submit(DEAF, grace_s=3600.0)
@@ -280,7 +295,7 @@ def test_down_ends_what_an_up_that_was_killed_has_left(world):
     assert left == {mine.pid}
     (world.folder / "pid-0").unlink()
     world.up()
-    world.until_state(job, State.RUNNING)
+    world.pid_in("pid-1")  # until its log has been sent, the first attempt is not over
     assert world.cluster.job(job.id).attempt == 1
 
 

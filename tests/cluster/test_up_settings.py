@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from manyhands.cluster.hostfile import HostLine
@@ -50,3 +52,20 @@ def test_who_ssh_goes_in_as_is_among_an_agents_terms(tmp_path, host, more, is_an
 
     before = terms(HostLine(address="root@node1", name="node1"))
     assert (terms(host, **more) != before) == is_another
+
+
+def test_an_address_that_is_taken_is_found_before_anything_is_noted(tmp_path):
+    """The hub's port, above all: it is kept, and would have been another one."""
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        bind = f"127.0.0.1:{other.getsockname()[1]}"
+        settings = UpSettings(state=tmp_path / "state", logdir=tmp_path / "logs", bind=bind)
+        with (
+            pytest.raises(SettingsError, match="cannot listen at") as caught,
+            Up(settings, say=said.append),
+        ):
+            pass
+    assert "`manyhands down`" in caught.value.hint
+    assert said == []
+    assert not (tmp_path / "state" / "hub").exists()
+    assert not (tmp_path / "logs").exists()

@@ -741,6 +741,28 @@ def test_an_error_in_place_ends_the_link_with_that_error(hubs, caplog):
     assert logged(caplog, "failed")
 
 
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here: NOT TESTED")
+@pytest.mark.parametrize(
+    ("bind", "shown"),
+    [("[::1]:0", "::1"), ("[::]:0", None)],  # None: a guess, an IPv4 address
+)
+def test_it_listens_at_addresses_of_ipv6(hubs, links, bind, shown):
+    """And is found by the code that it gives, whatever kind of address is in that."""
+    hub = hubs(bind)
+    assert shown in (None, hub.address.host)
+    assert hub.near.host == "::1"
+    ends = [links(address, name) for address, name in [(hub.near, "one"), (hub.address, "two")]]
+    Reader(ends[0]).until_view(lambda view: ends[1].me in view.peers())
+
+
 def test_two_hubs_do_not_share_a_state(tmp_path):
     with Hub("127.0.0.1:0", state=tmp_path / "s"):
         with pytest.raises(SettingsError, match="another hub is using") as caught:

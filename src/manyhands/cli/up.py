@@ -15,7 +15,7 @@ import typer
 
 from manyhands.cli.duration import parse_duration
 from manyhands.cli.listing import slots_of
-from manyhands.cluster.foreground import READY_LINE, serve
+from manyhands.cluster.foreground import READY_LINE, serve, tell
 from manyhands.cluster.hostfile import HostLine, read_hostfile
 from manyhands.cluster.identity import CODE, default_state
 from manyhands.cluster.job import MAX_SLOTS
@@ -119,7 +119,7 @@ def up(
         _say("warning: jobs run as root; --user NAME has them run as somebody else")
     serve(Up(settings, say=_say), lambda up, ready: announce(up, ready, json_output), _say)
     if not json_output:
-        print("the cluster is down")
+        _out("the cluster is down")
 
 
 def hosts_of(hostfile: Path | None, slots: int | None) -> tuple[HostLine, ...]:
@@ -151,29 +151,33 @@ def announce(up: Up, ready: Ready, json_output: bool) -> None:
             "hosts": {node.name: len(node.slots) for node in ready.nodes},
             "missing": [trouble.host for trouble in ready.missing],
         }
-        print(json.dumps(said), flush=True)
+        _out(json.dumps(said))
         return
     more = (
         "" if settings.state == default_state() else f" --state {shlex.quote(str(settings.state))}"
     )
     where = " (this machine only; for others: --bind 0.0.0.0)" if settings.is_local else ""
-    print(f"coordinator  {up.url}{where}")
-    print(f"hub          {up.hub_at} (where ranks meet)")
+    _out(f"coordinator  {up.url}{where}")
+    _out(f"hub          {up.hub_at} (where ranks meet)")
     for node in ready.nodes:
-        print(f"host         {node.name}: {slots_of(node.slots)}")
+        _out(f"host         {node.name}: {slots_of(node.slots)}")
     for trouble in ready.missing:
-        print(f"host         {trouble.host}: has not come, and is tried again")
+        _out(f"host         {trouble.host}: has not come, and is tried again")
     if not any(node.slots for node in ready.nodes):
-        print("host         none yet: jobs wait until one comes, with the join code")
-    print(f"logs         {settings.logdir}")
-    print(f"state        {settings.state}\n")
-    print(f"join code, for manyhands agent (a secret):\n\n    {up.join_code}\n")
-    print(f"user code, for --coordinator elsewhere (a secret too): {settings.state / CODE}\n")
-    print(f"submit a job:   manyhands submit{more} --gpus 1 -- python train.py")
-    print(f"look at it:     manyhands jobs{more}; manyhands logs{more} ID -f")
-    print(f"take it down:   Ctrl-C, or manyhands down{more}\n")
-    print(READY_LINE, flush=True)
+        _out("host         none yet: jobs wait until one comes, with the join code")
+    _out(f"logs         {settings.logdir}")
+    _out(f"state        {settings.state}\n")
+    _out(f"join code, for manyhands agent (a secret):\n\n    {up.join_code}\n")
+    _out(f"user code, for --coordinator elsewhere (a secret too): {settings.state / CODE}\n")
+    _out(f"submit a job:   manyhands submit{more} --gpus 1 -- python train.py")
+    _out(f"look at it:     manyhands jobs{more}; manyhands logs{more} ID -f")
+    _out(f"take it down:   Ctrl-C, or manyhands down{more}\n")
+    _out(READY_LINE)
+
+
+def _out(text: str) -> None:
+    tell(sys.stdout, text)
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    tell(sys.stderr, text)

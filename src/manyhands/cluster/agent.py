@@ -220,6 +220,8 @@ class Agent:
         self._session = self._heard_session = 0
         if self._origin is Origin.UP and self._leaving is None:
             self._leave("the coordinator did not answer for a lease", patient=False)
+        if self._leaving is not None:
+            self._leaving.until_s = now_s  # to say goodbye to nobody
 
     def _heed_signals(self) -> None:
         if self._wake.stops and (self._leaving is None or self._leaving.why != AGENT_STOPPED):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from manyhands.cluster.limits import raise_descriptors
 from manyhands.cluster.up import Ready, Up
@@ -18,6 +19,22 @@ from manyhands.core.errors import ManyhandsError
 READY_LINE = "Now, cluster is ready to accept training jobs."
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DONE = 0  # no signal has this number
+
+
+def tell(stream: TextIO | None, text: str) -> None:
+    """A line for people, at once. They may have gone: their terminal was closed, or Ctrl-C has
+    ended the `tee` too; or have closed the stream before (None). That keeps no cluster from going
+    down, and takes none down.
+    """
+    if stream is None:
+        return
+    try:
+        stream.write(f"{text}\n")
+        stream.flush()
+    except OSError:
+        # What is left in its buffer, and all that is to come, goes nowhere.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class Signals:
@@ -83,8 +100,9 @@ def serve(
     """Run the cluster in a thread, and listen to signals in this one, the main thread, until it is
     down. Raises what fails.
 
-    `announce` is called when it is ready, `say` with lines for people. `beside` is entered while it
-    is open, and left when all agents have gone.
+    `announce` is called when it is ready, `say` with lines for people, from any thread: it has to
+    return whether anybody reads them or not (`tell`), or no signal would be heeded. `beside` is
+    entered while it is open, and left when all agents have gone.
     """
     raise_descriptors()
     failures: list[BaseException] = []
@@ -147,7 +165,10 @@ def _stop_for(
     failures: list[BaseException],
 ) -> None:
     """A thread of the hub, the server or the coordinator has failed: so has the cluster."""
-    usual(what)
     name = what.exc_type.__name__
-    failures.append(ManyhandsError(f"a part of the cluster failed ({name}); its error is above"))
-    up.stop(f"{name} in a part of the cluster")
+    try:
+        usual(what)
+    finally:  # there may be nowhere to write it to
+        text = f"a part of the cluster failed ({name}); its error is above"
+        failures.append(ManyhandsError(text))
+        up.stop(f"{name} in a part of the cluster")

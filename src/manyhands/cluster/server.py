@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -45,6 +46,7 @@ class Server:
     """Serves from the end of `__enter__` to `close`. Raises SettingsError where it cannot listen.
 
     `names` are further names by which it is called (its Host headers). `plain`: no TLS.
+    `listening`: what `listen` has opened at `bind`; it is closed with the server.
     `on_shutdown` is what a request to take the cluster down does, and must return at once.
     """
 
@@ -55,6 +57,7 @@ class Server:
         identity: Identity,
         *,
         bind: str = f"127.0.0.1:{PORT}",
+        listening: socket.socket | None = None,
         names: Iterable[str] = (),
         plain: bool = False,
         limits: HttpLimits | None = None,
@@ -64,6 +67,7 @@ class Server:
         self._logs = logs
         self._identity = identity
         self._limits = limits or HttpLimits()
+        self._bind, self._listening = bind, listening
         self._host, self._port = split_host_port(bind, PORT)
         self._names = frozenset(names)
         self._on_shutdown = on_shutdown
@@ -109,7 +113,7 @@ class Server:
         ).pack()
 
     def __enter__(self) -> Server:
-        listening = _listen(self._host, self._port)
+        listening = self._listening or listen(self._bind)
         self._port = listening.getsockname()[1]
         self._thread = threading.Thread(
             target=self._run, args=(listening,), name="cluster-http", daemon=True
@@ -264,7 +268,11 @@ def _ring(bell: Bell, name: LogName) -> None:
     bell.ring((name,))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(bind: str) -> socket.socket:
+    """Takes an address: nobody else can, and who calls there waits for a server. Raises
+    SettingsError.
+    """
+    host, port = split_host_port(bind, PORT)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By its number: asyncio sets TCP_NODELAY only where the protocol is said, and without it every
     # answer waits 40 ms for an acknowledgement.
@@ -272,10 +280,13 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        sock.listen()
     except OSError as error:
         sock.close()
         raise SettingsError(
             f"the coordinator cannot listen at {host_port(host, port)}: {error.strerror}",
-            hint="is another one up? `manyhands down` ends it; or choose another --bind",
+            hint="is another one up? `manyhands down` ends it; or choose another --bind"
+            if error.errno == errno.EADDRINUSE
+            else "an address of this machine is wanted; --bind 0.0.0.0:PORT takes all of them",
         ) from None
     return sock

@@ -1,6 +1,6 @@
 """A cluster that is up: coordinator, HTTP, hub, and the agents that it starts, in one process.
 
-    store (its lock) ─► identity ─► hub ─► coordinator ─► server ─► agents ─► ready
+    store (its lock) ─► address ─► identity ─► hub ─► coordinator ─► server ─► agents ─► ready
     leaving: no agent is started any more ─► all are told to leave, with their jobs' graces ─►
              those of ours that did not are killed ─► server, coordinator, hub, store are closed
 
@@ -37,7 +37,7 @@ from manyhands.cluster.logs import Logs
 from manyhands.cluster.relay import open_relay
 from manyhands.cluster.remains import AGENTS
 from manyhands.cluster.routes import Role
-from manyhands.cluster.server import PORT, Server
+from manyhands.cluster.server import PORT, Server, listen
 from manyhands.cluster.starters import (
     SSH,
     Errand,
@@ -162,6 +162,8 @@ class Up:
     def _open(self, stack: contextlib.ExitStack) -> None:
         settings = self.settings
         store = stack.enter_context(Store.open(settings.state / STORE))
+        # Before anything is noted: where it cannot be, its hub's port is not to be another one.
+        listening = stack.enter_context(listen(settings.bind))
         identity = open_identity(settings.state)
         self._fingerprint = identity.fingerprint
         self.logs = logs = Logs(settings.logdir)
@@ -202,6 +204,7 @@ class Up:
                 logs,
                 identity,
                 bind=settings.bind,
+                listening=listening,
                 plain=settings.plain,
                 names=() if settings.advertise is None else (self.hub.address.host,),
                 on_shutdown=lambda: self.stop("`manyhands down`"),

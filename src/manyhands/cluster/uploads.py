@@ -9,6 +9,9 @@ late by no more than that. When no rank runs, nothing is looked at.
 Nor is a rank told how much it may write. So where less than RESERVE_BYTES of the disk are free, a
 log longer than that is its job's end, and is cut, if it is what took them: the job store may be
 there. One that merely is long, while something else fills the disk, is let be.
+
+And a rank may empty its own log: `echo oh > /dev/stderr` in a shell opens the file anew. What was
+sent stays, and what is there now is sent after it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ _JOIN_S = 0.2
 _LEAST_PART = 4  # of what the disk lost, a log took that much: its copy may be on it too
 _LEAST_RESERVE = 8  # and that much of the reserve: nobody is ended for a line
 _LOOKS = 2
+_TAIL_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,13 @@ class _Upload:
     rank: int
     path: Path
     offset: int = 0
+    """In the file: what is before it has been sent."""
+    base: int = 0
+    """Where the file, as it is now, begins in the coordinator's log."""
+    tail: bytes = b""
+    """The last of what was sent: if it is not before `offset` any more, the log was emptied."""
+    was_emptied: bool = False
+    """Its reader has been told so."""
     proven: bool = False
     """It was refused, and the coordinator has proved since that it knows us."""
     ended: bool = False
@@ -222,23 +233,35 @@ class Uploads:
         # so at the next look, which its end has begun.
         ended = upload.ended and not upload.why
         data = self._next_chunk(upload)
-        if not data:
+        if is_notice := data is None:
+            data = _notice(upload)
+        elif not data:
             if ended:
                 self._settle(upload)
             return False
+        at = upload.base + upload.offset
         try:
             has = office.send_log(
                 *(self._host, self._agent, upload.key.job, upload.key.attempt, upload.rank),
-                *(upload.offset, data),
+                *(at, data),
             )
         except OfficeUnreachable:
             upload.waits = True
             return False
         except OfficeRefused:
             return self._bear(upload)
-        upload.waits = has == upload.offset
-        is_behind = len(data) == CHUNK_BYTES or has != upload.offset + len(data)
-        upload.offset, upload.proven = has, False
+        upload.waits, upload.proven = has == at, False
+        if is_notice:
+            upload.was_emptied = has >= at + len(data)
+            if upload.was_emptied or has < at:  # there is less of it than there was
+                upload.base = has - upload.offset
+            return not upload.waits
+        is_taken = has == at + len(data)
+        # What was in the file before it was emptied cannot be sent again.
+        upload.base = min(upload.base, has)
+        upload.offset = has - upload.base
+        upload.tail = data[-_TAIL_BYTES:] if is_taken else b""
+        is_behind = len(data) == CHUNK_BYTES or not is_taken
         return not upload.waits and (is_behind or ended)
 
     def _bear(self, upload: _Upload) -> bool:
@@ -249,13 +272,21 @@ class Uploads:
         upload.proven = self._line.prove()
         return upload.proven
 
-    def _next_chunk(self, upload: _Upload) -> bytes:
+    def _next_chunk(self, upload: _Upload) -> bytes | None:
+        """What is to be sent; None if its reader has first to be told that it was emptied."""
         try:
             with upload.path.open("rb") as file:
-                file.seek(upload.offset)
-                return file.read(CHUNK_BYTES)
+                file.seek(upload.offset - len(upload.tail))
+                data = file.read(len(upload.tail) + CHUNK_BYTES)
         except OSError:  # not made yet, or its disk is gone: there is nothing to send
             return b""
+        if data.startswith(upload.tail):
+            return data[len(upload.tail) :]
+        if not upload.was_emptied:
+            return None
+        upload.base += upload.offset
+        upload.offset, upload.tail = 0, b""
+        return self._next_chunk(upload)
 
     def _settle(self, upload: _Upload) -> None:
         upload.settled = True
@@ -263,6 +294,16 @@ class Uploads:
             left = [other for other in self._uploads if other.key == upload.key]
         if all(other.settled for other in left):
             self._tell(LogSettled(upload.key))
+
+
+def _notice(upload: _Upload) -> bytes:
+    """For who reads the log, once."""
+    end = b"" if upload.tail.endswith(b"\n") else b"\n"
+    text = (
+        f"manyhands: rank {upload.rank} has emptied its log, as `> /dev/stderr` does (`>&2` does "
+        "not): what it wrote just before may be missing here\n"
+    )
+    return end + text.encode()
 
 
 def _size_of(path: Path) -> int:

@@ -29,6 +29,7 @@ from manyhands.core.address import (
     HUB_PORT,
     HubAddress,
     check_run,
+    host_port,
     is_loopback,
     split_host_port,
 )
@@ -127,14 +128,15 @@ class Hub:
         self._memory = Memory(Terms().part_bytes, _KEEP_BYTES)
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
-        shown = advertise or _reachable(host)
         try:
             front = _listen(host, port)
         except LinkBroken:
             self._journal.close()
             raise
         bound = front.getsockname()[1]
-        shown_host, shown_port = split_host_port(shown, bound)
+        shown_host, shown_port = _reachable(host), bound
+        if advertise:
+            shown_host, shown_port = split_host_port(advertise, bound)
         self.address = HubAddress(
             host=shown_host,
             port=shown_port,
@@ -438,10 +440,12 @@ def _check_peer(peer: PeerId) -> Refusal | None:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
+        # All interfaces are those of IPv4 too: the address that is shown may be one.
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
         raise LinkBroken(
-            f"cannot listen on {host}:{port}: {error.strerror}",
+            f"cannot listen on {host_port(host, port)}: {error.strerror}",
             hint="is a hub running there already? --bind HOST:0 takes a free port"
             if error.errno == errno.EADDRINUSE
             else "an address of this machine is wanted; --bind 0.0.0.0:PORT takes all of them",

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from manyhands.cluster.foreground import READY_LINE, serve
+from manyhands.cluster.foreground import READY_LINE, serve, tell
 from manyhands.cluster.hostfile import HostLine, read_hostfile
 from manyhands.cluster.identity import default_state
 from manyhands.cluster.server import PORT
@@ -152,13 +152,11 @@ def _announce(up: Up, ready: Ready) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    tell(sys.stdout, text)
 
 
 def _complain(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    tell(sys.stderr, text)
 
 
 if __name__ == "__main__":
