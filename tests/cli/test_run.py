@@ -14,14 +14,15 @@ import socket
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 import psutil
 import pytest
 
 from manyhands.cli.launch import exit_code
-from manyhands.cli.run import how_to_resume
-from manyhands.core.errors import SettingsError
+from manyhands.cli.run import how_to_resume, own_hub
+from manyhands.core.errors import ManyhandsError, SettingsError
 from manyhands.core.peers import View
 from manyhands.links.base import open_link
 from manyhands.links.hub import Hub
@@ -981,3 +982,24 @@ def test_a_hub_that_stays_goes_by_ctrl_c(launch, tmp_path):
             assert said
         launcher.process.send_signal(signal.SIGINT)
         assert launcher.end()[0] == 130
+
+
+@pytest.mark.parametrize("is_heard", [True, False])  # False: stderr is a closed terminal
+def test_a_hub_that_fails_in_a_thread_stops_the_launcher(monkeypatch, is_heard):
+    asked = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+
+    def hook(_):
+        if not is_heard:
+            raise OSError("no terminal")
+
+    monkeypatch.setattr(threading, "excepthook", hook)
+    thread = threading.Thread(target=lambda: 1 / 0)
+    failed = pytest.raises(ManyhandsError, match=r"failed \(ZeroDivisionError\)")
+    try:
+        with failed, own_hub("127.0.0.1:0", None):
+            thread.start()
+            thread.join()
+            assert asked.wait(10)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -259,9 +259,11 @@ def own_hub(bind: str, advertise: str | None) -> Generator[Hub]:
     usual = threading.excepthook
 
     def stop(what: threading.ExceptHookArgs) -> None:
-        usual(what)
         failed.append(what.exc_type.__name__)
-        signal.raise_signal(signal.SIGTERM)
+        try:
+            usual(what)
+        finally:  # there may be nowhere to write it to
+            signal.raise_signal(signal.SIGTERM)
 
     threading.excepthook = stop
     try:
