@@ -192,3 +192,19 @@ def test_a_layer_without_values_is_named(device):
     for said in run_threads(2, act):
         assert "layer 1 (Linear): its weight is on the device meta, without values" in said
         assert "hint: give the layer as (class, kwargs, input shape)" in said
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        ((nn.Linear, {"in_features": 4}), "Linear cannot be built with {'in_features': 4}: "),
+        ((dict, {"a": 1}), "dict made a dict"),
+        ((nn.LazyLinear, {"out_features": 4}), "LazyLinear: its weight has no shape before the"),
+    ],
+)
+def test_a_layer_that_cannot_be_built_is_named_by_its_place(layer, said):
+    model = [(nn.Linear, {"in_features": 4, "out_features": 4}), layer]
+    for error in errors_of(TWO, lambda _: None, model=model):
+        assert f"layer 1: {said}" in error.message
+    with pytest.raises(mh.PlanError, match="layer 1: "):
+        mh.partition(model, X)

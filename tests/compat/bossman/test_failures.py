@@ -353,9 +353,11 @@ def test_without_a_boss_a_worker_says_so(hands):
     assert f"no boss at 127.0.0.1:{hands.port} within 0.3 s" in hands.log("a")
 
 
-def test_a_device_or_name_that_cannot_be_is_said_at_once(hands):
+def test_a_device_name_or_memory_that_cannot_be_is_said_at_once(hands):
     hands.start("a", "--device", "cuda:99")
     hands.start("b", label="\n")
-    assert hands.code("a") == hands.code("b") == 2
+    hands.start("c", "--memory", "inf")
+    assert hands.code("a") == hands.code("b") == hands.code("c") == 2
+    assert "Invalid value for '--memory'" in hands.log("c")
     assert "there is no device cuda:99 here" in hands.log("a")
     assert "cannot be named" in hands.log("b")
