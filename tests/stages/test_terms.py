@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from tests.stages.threads import run_threads
@@ -122,7 +123,10 @@ def test_a_peer_in_another_call_ends_the_plan_and_says_why(first, second, said, 
         ({"clip_norm": float("inf")}, "clip_norm=inf"),
         ({"targets": "middle"}, "targets='middle'"),
         ({"loss_is": "median"}, "loss_is='median'"),
+        ({"clip_norm": "1"}, "clip_norm='1'"),
         ({"seed": 1 << 64}, "seed=18446744073709551616"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": np.int64(3)}, "seed=np.int64"),
     ],
 )
 def test_options_that_no_run_can_have(option, said):
