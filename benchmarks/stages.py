@@ -15,8 +15,10 @@ Each way has processes of its own that stay alive and take turns of some steps e
 what a step frees in all of them alike (`heap_kept`), so that ratios are of overhead. A step counts
 as long as its slowest peer took, on a GPU until it has finished. `bubble`: the part of the steps'
 time in which a peer used no CPU, so waited (null on a GPU, where that says nothing);
-`bubble_in_theory` is that of the schedule, whose messages take no time. `difference_to_plain`: the
-most that a parameter differs at the end from plain's, who saw the same batches.
+`bubble_in_theory` is that of the schedule, whose messages take no time and whose stages all take
+the same; `bubble_of_busy` the same for stages that take what each peer's CPU took in each step.
+`difference_to_plain`: the most that a parameter differs at the end from plain's, who saw the same
+batches.
 """
 
 from __future__ import annotations
@@ -93,8 +95,8 @@ def peer_main(way: str, rank: int, where: str, args) -> None:
     for line in sys.stdin:
         words = json.loads(line)
         shape = (args.batch, args.channels, SIDE, SIDE)
-        times, cpu = [], 0.0
-        for n in range(WARM_UP + words["steps"]):
+        times, cpu = [], []
+        for _ in range(WARM_UP + words["steps"]):
             x = torch.randn(shape, generator=numbers, device=args.device)
             y = torch.randn(shape, generator=numbers, device=args.device)
             wait()
@@ -104,9 +106,8 @@ def peer_main(way: str, rank: int, where: str, args) -> None:
             step(x, y)
             wait()
             times.append(time.perf_counter() - start)
-            if n >= WARM_UP:
-                cpu += time.process_time() - used
-        answer = {"times": times[WARM_UP:], "cpu": cpu, "heap_kept": heap_kept}
+            cpu.append(time.process_time() - used)
+        answer = {"times": times[WARM_UP:], "cpu": cpu[WARM_UP:], "heap_kept": heap_kept}
         if words["save_to"]:
             torch.save({index: layers[index].state_dict() for index in owned}, words["save_to"])
         print(json.dumps(answer), flush=True)
@@ -237,8 +238,9 @@ def measure(args, ways: list[str], urls: dict, meeting: dict) -> list[dict]:
     return [row_of(way, args, said[way], difference(saved, way)) for way in ways]
 
 
-def _steps(answers: list[dict]):
-    return zip(*(answer["times"] for answer in answers), strict=True)
+def _steps(answers: list[dict], what: str = "times"):
+    """By step: what each peer said of it."""
+    return zip(*(answer[what] for answer in answers), strict=True)
 
 
 def load(folder: Path, way: str, size: int) -> dict:
@@ -264,6 +266,22 @@ def difference(saved: dict, way: str) -> float | None:
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
+def bubble_of_busy(plan, steps: list) -> float:
+    """What peers would wait in these steps, given the CPU time of each in each of them, if messages
+    took none; a backward counts as two forwards.
+    """
+    from manyhands.stages.schedule import orders_of, play
+
+    orders, stages, peers = orders_of(plan), plan.stages, range(len(plan.peers))
+    turns = [plan.microbatches * len(plan.stages_of(peer)) for peer in peers]
+    whole = 0.0
+    for busy in steps:
+        forward = [busy[stage.lead] / (3 * turns[stage.lead]) for stage in stages]
+        backward = [2 * time_s for time_s in forward]
+        whole += play(orders, stages, forward=forward, backward=backward).length
+    return 1 - sum(map(sum, steps)) / (len(plan.peers) * whole)
+
+
 def row_of(way: str, args, turns: list, off: float | None) -> dict:
     from manyhands.stages.schedule import bubble_of
 
@@ -273,6 +291,8 @@ def row_of(way: str, args, turns: list, off: float | None) -> dict:
     meeting_cpu = sum(turn[0]["meeting_cpu"] for turn in turns) / all_steps
     ours = way not in ("plain", "torch")
     plan = plan_of(way if ours else "1f1b", args.microbatches)
+    busy = [step for answers in turns for step in _steps(answers, "cpu")]
+    on_cpu = args.device == "cpu"
     return {
         "way": way,
         "link": way.partition("@")[2] or ("gloo" if peers > 1 else "none"),
@@ -291,9 +311,10 @@ def row_of(way: str, args, turns: list, off: float | None) -> dict:
         "p10_s": quantile(times, 0.1),
         "p90_s": quantile(times, 0.9),
         "turn_median_s": [statistics.median(max(t) for t in _steps(a)) for a in turns],
-        "cpu_s": sum(a["cpu"] for turn in turns for a in turn) / len(times) + meeting_cpu,
+        "cpu_s": sum(map(sum, busy)) / len(times) + meeting_cpu,
         "meeting_point_cpu_s": meeting_cpu,
         "bubble_in_theory": 0.0 if peers == 1 else bubble_of(plan),
+        "bubble_of_busy": bubble_of_busy(plan, busy) if peers > 1 and on_cpu else None,
         "difference_to_plain": off,
     }
 
@@ -320,10 +341,13 @@ def show(rows: list[dict]) -> None:
             if r[f"ratio_to_{base}"]
         )
         waits = "" if r["bubble"] is None else f"waits {r['bubble']:.1%} "
+        theory = f"{r['bubble_in_theory']:.1%}"
+        if r["bubble_of_busy"] is not None:
+            theory += f", of what the peers took {r['bubble_of_busy']:.1%}"
         print(
             f"{r['way']:12}{r['peers']} peers {1e3 * r['median_s']:7.1f} ms "
             f"({1e3 * r['p10_s']:.1f}-{1e3 * r['p90_s']:.1f}) {ratios} "
-            f"{waits}(theory {r['bubble_in_theory']:.1%}) cpu {r['cpu_s']:.3f} s"
+            f"{waits}(theory {theory}) cpu {r['cpu_s']:.3f} s"
         )
 
 

@@ -1,7 +1,9 @@
 """Plans as values: round trip, pictures, and what cannot be one."""
 
 import json
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from manyhands.core.plan import Layer, Plan, PlanError
@@ -39,6 +41,13 @@ def test_json_gives_an_equal_plan_back():
     plan = burst()
     assert Plan.from_json(plan.to_json()) == plan
     assert json.loads(plan.to_json())["manyhands_plan"] == 1
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64, Fraction])
+def test_shares_and_peers_may_be_numbers_of_others(kind):
+    plan = Plan.of_stages([(np.int64(2), np.array([1, 0]), [kind(3), kind(1)])])
+    assert plan == Plan.of_stages([(2, [1, 0], [3, 1])])
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_a_plan_cannot_be_changed():
@@ -123,6 +132,12 @@ def plan_with(layer, **fields):
         (lambda: Plan.of_stages([(2, ["a"])]), "stage 0 is", None),
         (lambda: Plan.of_stages([(2, [0.5])]), "stage 0 is", None),
         (lambda: Plan.of_stages([(1, [0, 1], ["1", "2"])]), "a share of '1'", 0),
+        (lambda: Plan.of_stages([(1, [0, 1], [True, 1])]), "a share of True", 0),
+        (lambda: Plan.even(2, 1, recompute="yes"), "recompute = 'yes'", None),
+        (lambda: Plan.even(2, 1, recompute=1), "recompute = 1", None),
+        (lambda: burst().replace(layers=[]), "no layers", None),
+        (lambda: burst().replace(layers=[*burst().layers]), "layers of the plan are a list", None),
+        (lambda: plan_with(Layer("x", [1])), r"peers of layer 1 \(x\) are a list", None),
         (lambda: Plan.even("2", 1), "layers = '2'", None),
         (lambda: Plan.even(2, 1, names=["a", 7]), "layer 1 has the name 7", 1),
         (lambda: Plan.even(2, 1, peers=[7]), "peer 0 has the name 7", None),

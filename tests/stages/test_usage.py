@@ -91,6 +91,51 @@ def test_a_loss_that_is_no_number_is_refused_with_its_shape():
         assert error.message == "peer 1: the loss has shape (4, 4)"
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda a, b: F.mse_loss(a, b).detach(),
+        lambda a, b: F.mse_loss(a.detach(), b),
+        lambda _, b: b.sum(),
+    ],
+)
+def test_a_loss_that_nothing_can_learn_from_is_refused(loss_fn, recompute):
+    plan = TWO.replace(recompute=recompute)
+    for error in errors_of(plan, lambda pipe: pipe.step(X, Y), loss_fn=loss_fn):
+        assert isinstance(error, mh.StepFailed)
+        assert error.message == "peer 1: the loss has no gradient, and nothing would be learned"
+
+
+def test_a_loss_without_a_gradient_is_one_where_nothing_can_have_one():
+    """Of a model that is frozen, and of rows among which nothing counts."""
+
+    def of_some(output, targets):
+        some = targets[:, 0] > 0
+        if not some.any():
+            return torch.zeros(()), 0
+        return (output - targets)[some].square().sum(), some.sum()
+
+    frozen = [nn.Linear(4, 4).requires_grad_(False), nn.ReLU()]
+    assert pipeline(plan=mh.Plan.even(2, 1), model=frozen).step(X, Y) > 0
+    targets = Y.abs()
+    targets[:4] *= -1  # the first of two microbatches
+    pipe = pipeline(plan=mh.Plan.even(2, 1, microbatches=2), loss_fn=of_some, loss_is="counted")
+    before = [p.detach().clone() for layer in pipe.layers() for p in layer.module.parameters()]
+    assert pipe.step(X, targets) > 0
+    after = [p for layer in pipe.layers() for p in layer.module.parameters()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_function_that_forgets_to_return_its_optimizer_is_refused_everywhere():
+    def forgetful(parameters):
+        sgd(parameters)
+
+    for error in errors_of(TWO, lambda _: None, optimizer=forgetful):
+        assert "the function that makes the optimizer returned a NoneType" in error.message
+        assert "returns it at its end" in error.hint
+
+
 @pytest.mark.parametrize("targets", ["first", "last"])
 def test_targets_reach_the_loss_as_they_were_given(targets):
     def loss(out, given):
@@ -147,3 +192,19 @@ def test_a_layer_without_values_is_named(device):
     for said in run_threads(2, act):
         assert "layer 1 (Linear): its weight is on the device meta, without values" in said
         assert "hint: give the layer as (class, kwargs, input shape)" in said
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        ((nn.Linear, {"in_features": 4}), "Linear cannot be built with {'in_features': 4}: "),
+        ((dict, {"a": 1}), "dict made a dict"),
+        ((nn.LazyLinear, {"out_features": 4}), "LazyLinear: its weight has no shape before the"),
+    ],
+)
+def test_a_layer_that_cannot_be_built_is_named_by_its_place(layer, said):
+    model = [(nn.Linear, {"in_features": 4, "out_features": 4}), layer]
+    for error in errors_of(TWO, lambda _: None, model=model):
+        assert f"layer 1: {said}" in error.message
+    with pytest.raises(mh.PlanError, match="layer 1: "):
+        mh.partition(model, X)

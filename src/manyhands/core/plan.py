@@ -13,6 +13,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Real
 from typing import Any, Literal, Self, get_args
 
 import msgspec
@@ -242,12 +243,19 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True):
 def _stage_of(index: int, row: Any) -> tuple[int, tuple[int, ...], tuple[float, ...]]:  # noqa: ANN401  (what a user wrote)
     try:
         count, peers, *shares = row
-        return operator.index(count), tuple(map(operator.index, peers)), tuple(*shares)
+        split = tuple(map(_plain, tuple(*shares)))
+        return operator.index(count), tuple(map(operator.index, peers)), split
     except (TypeError, ValueError):
         raise PlanError(
             f"stage {index} is {row!r}",
             hint="expected (number of layers, [peers]) or (number of layers, [peers], [shares])",
         ) from None
+
+
+def _plain(share: Any) -> Any:  # noqa: ANN401  (what a user wrote)
+    """Of numpy's numbers Python's own: those can be written as JSON."""
+    own = isinstance(share, int) or type(share) is float
+    return share if own or not isinstance(share, Real) else float(share)
 
 
 def _layer_range(plan: Plan, stage: Stage) -> str:
@@ -262,12 +270,24 @@ def _check_count(what: str, count: Any) -> None:  # noqa: ANN401  (what users pa
         raise PlanError(f"{count} {what}", hint=f"a plan has at most {MOST}")
 
 
+def _check_tuples(said: str, **parts: object) -> None:
+    for what, part in parts.items():
+        if not isinstance(part, tuple):
+            raise PlanError(
+                f"the {what} of {said} are a {type(part).__name__}",
+                hint="a tuple is expected: a plan cannot be changed",
+            )
+
+
 def _check(plan: Plan) -> None:
     if not plan.layers:
         raise PlanError("the plan has no layers", hint="give it those of the model, in order")
     for what in ("layers", "peers"):
         _check_count(what, len(getattr(plan, what)))
+    _check_tuples("the plan", layers=plan.layers, peers=plan.peers)
     _check_count("microbatches", plan.microbatches)
+    if not isinstance(plan.recompute, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(f"recompute = {plan.recompute!r:.100}", hint="True or False is expected")
     if plan.microbatches < 1:
         raise PlanError(f"{plan.microbatches} microbatches", hint="1 is the whole batch at once")
     if plan.schedule not in get_args(ScheduleName):
@@ -297,6 +317,7 @@ def _check(plan: Plan) -> None:
                 hint="checkpoints are kept by name: give each layer one of its own",
             )
         names[layer.name] = index
+        _check_tuples(said, peers=layer.peers, shares=layer.shares)
         if not layer.peers:
             raise PlanError(
                 f"{said} is on no peer", layer=index, hint="give it at least one: [0] is the first"
@@ -321,7 +342,7 @@ def _check(plan: Plan) -> None:
                 hint="give a share for each peer, or none: then all are equal",
             )
         for share in layer.shares:
-            number = isinstance(share, int | float)  # pyright: ignore[reportUnnecessaryIsInstance]
+            number = type(share) in (int, float)  # JSON would not give another one back
             if not number or not _SHARES[0] <= share <= _SHARES[1]:
                 raise PlanError(
                     f"{said} gives a peer a share of {share!r:.100}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -12,7 +12,7 @@ from manyhands.core.address import redact
 from manyhands.core.errors import CheckpointError, UsageError
 from manyhands.core.plan import Plan
 from manyhands.stages.carrier import Carrier
-from manyhands.stages.errors import StepFailed
+from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.part import Part
 from manyhands.stages.saving import (
     Save,
@@ -33,6 +33,7 @@ from manyhands.stages.saving import (
 )
 from manyhands.stages.vote import alike
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -61,7 +62,7 @@ class Archive:
     ) -> None:
         """It counts once every stage's shard is written. Raises CheckpointError, on all peers."""
         said = msgspec.json.encode(new_save(num_steps)) if self._me == 0 else None
-        save = msgspec.json.decode(self._carrier.say(said, 0), type=Save)
+        save = self._heard(said, Save, "save()")
         shards = tuple(shard_of(self._plan, stage) for stage in self._plan.stages)
 
         def write_own() -> None:
@@ -130,7 +131,18 @@ class Archive:
 
         self._together(look)
         said = msgspec.json.encode(seen) if self._me == 0 else None
-        return msgspec.json.decode(self._carrier.say(said, 0), type=list[Save])
+        return self._heard(said, list[Save], "load()")
+
+    def _heard(self, said: bytes | None, kind: type[T], call: str) -> T:
+        """What the first peer says in this call. Raises PlanBroken if it is somewhere else."""
+        words = self._carrier.say(said, 0)
+        try:
+            return msgspec.json.decode(words, type=kind)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            raise PlanBroken(
+                f"peer {self._plan.peers[0]} is not in {call}, this one is: all peers make the "
+                "same calls"
+            ) from None
 
     def _together(self, act: Callable[[], None]) -> None:
         """Raises CheckpointError on all peers if one's act failed."""

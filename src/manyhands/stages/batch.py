@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UsageError
+from manyhands.stages.errors import PlanBroken
 from manyhands.stages.moves import cut_batch
 from manyhands.stages.rehearsal import kind_of
 from manyhands.stages.values import Given, Kind, carried_name, target_name
@@ -73,6 +74,17 @@ def opening_of(
         single_target,
     )
     return Opening(mode, num_rows, given)
+
+
+def heard(words: bytes, lead: str, mode: Mode) -> Opening:
+    """What that peer said. Raises PlanBroken if it is no opening: the peer is somewhere else."""
+    try:
+        return msgspec.msgpack.decode(words, type=Opening)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise PlanBroken(
+            f"peer {lead} does not begin a step, this one is in {mode}: all peers make the same "
+            "calls, save() and load() too"
+        ) from None
 
 
 def _kind_of(tensor: Tensor) -> Kind:

@@ -134,14 +134,18 @@ def _shapes(index: int, given: Any) -> tuple[tuple[int, ...], ...]:  # noqa: ANN
 def build(layer: nn.Module | Spec, index: int, *, seed: int, device: torch.device) -> nn.Module:
     """A layer on its device. What is built here gets the same values on whichever peer it is.
 
-    Raises UsageError for one without values.
+    Raises UsageError, which names it, for one that cannot be built or has no values.
     """
     if isinstance(layer, nn.Module):
         made = _module(layer, f"layer {index} ({type(layer).__name__})")
     else:
         with forked():
             set_seed(seed_of(seed, index))
-            made = layer.build()  # on the CPU: its values do not depend on the device
+            try:
+                made = layer.build()  # on the CPU: its values do not depend on the device
+            except UsageError as error:
+                said = f"layer {index}: {error.message}"
+                raise UsageError(said, hint=error.hint) from error.__cause__
     for name, tensor in [*made.named_parameters(), *made.named_buffers()]:
         if tensor.is_meta and device.type != "meta":
             raise UsageError(

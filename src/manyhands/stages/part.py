@@ -76,9 +76,19 @@ class Part:
         )
 
     def optimize(self, make: MakeOptimizer) -> None:
-        """From now on with this optimizer, which begins without state. Raises what it raises."""
+        """From now on with this optimizer, which begins without state.
+
+        Raises what `make` raises, UsageError if that gives something else.
+        """
         trained = [p for p in self._parameters if p.requires_grad]
-        self.optimizer = make(trained) if trained else None
+        made = make(trained) if trained else None
+        if trained and not isinstance(made, Optimizer):
+            raise UsageError(
+                f"the function that makes the optimizer returned a {type(made).__name__}",
+                hint="optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1); a function "
+                "of several lines returns it at its end",
+            )
+        self.optimizer = made
 
     def layers(self) -> Iterator[Running]:
         """In order."""

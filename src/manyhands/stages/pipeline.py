@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from manyhands.core.errors import CheckpointError, LinkError, UsageError
 from manyhands.core.plan import Plan, ScheduleName
 from manyhands.stages.archive import Archive
-from manyhands.stages.batch import Batch, Call, Mode, Opening, Tensors, opening_of
+from manyhands.stages.batch import Batch, Call, Mode, Opening, Tensors, heard, opening_of
 from manyhands.stages.carrier import Carrier, carrier_for
 from manyhands.stages.course import Course
 from manyhands.stages.errors import PlanBroken, StepFailed
@@ -351,7 +351,7 @@ class Pipeline:
             if self._carrier.size == 1:
                 return own
         words = None if own is None else msgspec.msgpack.encode(own)
-        return msgspec.msgpack.decode(self._carrier.say(words, lead), type=Opening)
+        return heard(self._carrier.say(words, lead), self.plan.peers[lead], mode)
 
     def _course(self, opening: Opening, batch: Batch, unfit: UsageError | None) -> Course:
         mode, given = opening.mode, opening.given

@@ -166,11 +166,15 @@ class Step:
         factor = len(duty.rows) / self._batch.num_rows if self._loss_is == "mean" else 1.0
 
         def finish(output: Any) -> Tensor:  # noqa: ANN401
-            loss = loss_fn(output, wanted)
+            loss, count = loss_fn(output, wanted), None
             if self._loss_is == "counted":
+                loss, count = _counted(loss)
                 # A stage that is computed anew comes here twice, and counts once.
-                loss, self._counts[duty.action.microbatch] = _counted(loss)
-            return _number(loss) * factor
+                self._counts[duty.action.microbatch] = count
+            loss = _number(loss)
+            if torch.is_grad_enabled() and not loss.requires_grad:
+                _check_cut_off(output, count)
+            return loss * factor
 
         return finish
 
@@ -260,6 +264,17 @@ def _number(loss: Any) -> Tensor:  # noqa: ANN401  (what a user's function retur
     if loss.numel() != 1:
         raise UsageError(f"the loss has shape {tuple(loss.shape)}", hint=_ONE_NUMBER)
     return loss.reshape(())
+
+
+def _check_cut_off(output: Any, count: Tensor | float | None) -> None:  # noqa: ANN401
+    """Of a loss without a gradient: raises UsageError where one was there to be had."""
+    parts = cast("tuple[Tensor, ...]", output if isinstance(output, tuple) else (output,))
+    nothing = count is not None and not float(count)  # then any zero will do
+    if any(part.requires_grad for part in parts) and not nothing:
+        raise UsageError(
+            "the loss has no gradient, and nothing would be learned",
+            hint="compute it of the output by operations of torch: no detach(), item(), no_grad()",
+        )
 
 
 def _counted(made: Any) -> tuple[Any, Tensor | float]:  # noqa: ANN401  (what a user returned)

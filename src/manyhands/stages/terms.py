@@ -6,7 +6,6 @@ Peers that hold different plans would wait for messages that nobody sends.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,10 +35,12 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
 
     def __post_init__(self) -> None:
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise UsageError(f"clip_norm={self.clip_norm}", hint="a number above 0, or None")
-        if self.seed is not None and not -(1 << 63) <= operator.index(self.seed) < 1 << 63:
-            raise UsageError(f"seed={self.seed}", hint="an integer of 64 bits")
+        clip, seed = self.clip_norm, self.seed
+        # Types too: they are told to all peers, as JSON.
+        if clip is not None and not (type(clip) in (int, float) and 0 < clip < math.inf):
+            raise UsageError(f"clip_norm={clip!r:.100}", hint="a number above 0, or None")
+        if seed is not None and not (type(seed) is int and -(1 << 63) <= seed < 1 << 63):
+            raise UsageError(f"seed={seed!r:.100}", hint="an int of 64 bits, or None")
 
 
 def agree(carrier: Carrier, plan: Plan, own: Terms) -> None:

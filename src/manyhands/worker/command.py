@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from manyhands.worker.workshop import Workshop
 
 ALLOWED = ("torch.nn", "torch.optim", "manyhands.compat")
+_MOST_MIB = 1e12  # what has an end can be counted in bytes
 _PAUSE_S = 0.2  # between two looks whether the boss listens
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 log = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ def worker(
         ),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(min=0, help="MiB to offer. (default: all that are free)")
+        float | None,
+        typer.Option(min=0, max=_MOST_MIB, help="MiB to offer. (default: all that are free)"),
     ] = None,
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for a boss to listen.")

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from manyhands.compat.bossman import (
     WorkerFailed,
     WorkerRefused,
 )
+from manyhands.compat.bossman import boss as bosses
 from manyhands.compat.bossman.crew import Crew
+from manyhands.core.address import HubAddress
 from manyhands.core.boss import lines_for
-from manyhands.core.errors import UsageError
-from manyhands.core.plan import PlanError
+from manyhands.core.errors import LinkTimeout, UsageError
+from manyhands.core.plan import Plan, PlanError
 from manyhands.links.hub import Hub
 from manyhands.planner.partition import DoesNotFit
 from manyhands.stages.errors import PlanBroken, StepFailed
@@ -276,6 +279,19 @@ def test_no_workers(hands):
         asyncio.run(BossMan.setup_host(0))
 
 
+def test_workers_that_do_not_meet_are_said_with_one_remedy(monkeypatch):
+    def wait(*_, **__):
+        raise LinkTimeout("worker b", 60.0, hint="look at its log")
+
+    monkeypatch.setattr(bosses, "open_group", wait)
+    near = HubAddress(host="127.0.0.1", port=1, run="bossman", insecure=True)
+    boss = BossMan(SimpleNamespace(near=near), MODEL)
+    with pytest.raises(PlanBroken, match="the workers did not meet: no worker b within 60") as no:
+        boss._enter("plan", Plan.even(1, 1))
+    assert str(no.value).count("hint: ") == 1
+    assert "distribute_model" in no.value.hint
+
+
 def test_fewer_layers_than_workers_and_too_little_memory(hands):
     hands.start("a", "--memory", "0.25")
     hands.start("b", "--memory", "0.25")
@@ -353,9 +369,11 @@ def test_without_a_boss_a_worker_says_so(hands):
     assert f"no boss at 127.0.0.1:{hands.port} within 0.3 s" in hands.log("a")
 
 
-def test_a_device_or_name_that_cannot_be_is_said_at_once(hands):
+def test_a_device_name_or_memory_that_cannot_be_is_said_at_once(hands):
     hands.start("a", "--device", "cuda:99")
     hands.start("b", label="\n")
-    assert hands.code("a") == hands.code("b") == 2
+    hands.start("c", "--memory", "inf")
+    assert hands.code("a") == hands.code("b") == hands.code("c") == 2
+    assert "Invalid value for '--memory'" in hands.log("c")
     assert "there is no device cuda:99 here" in hands.log("a")
     assert "cannot be named" in hands.log("b")

@@ -358,7 +358,7 @@ class BossMan:
                 called_off=lambda: self._crew.trouble(self._workers),
             )
         except LinkError as error:
-            raise PlanBroken(f"the workers did not meet: {error}", hint=_AGAIN) from error
+            raise PlanBroken(f"the workers did not meet: {error.message}", hint=_AGAIN) from error
         self._pipeline = Pipeline(
             [Spec(nn.Identity, {}, ())] * len(plan.layers),  # of which the boss has two
             plan,

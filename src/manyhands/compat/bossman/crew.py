@@ -206,7 +206,7 @@ class Crew(Sequence[Worker]):
                 max(0.0, deadline_s - time.monotonic()),
             )
             if self._error is not None:
-                raise PlanBroken(f"the boss has lost its own hub: {self._error}")
+                raise PlanBroken(f"the boss has lost its own hub: {self._error.message}")
             if missing() and not broken:
                 raise LinkTimeout(f"answer from {', '.join(missing())}", limit_s)
             found = {
