@@ -189,6 +189,27 @@ def test_one_that_has_not_heard_of_its_claim_has_not_died():
     assert found.losses == (EMPTY, EMPTY)
 
 
+def test_one_that_just_follows_has_been_given_nothing():
+    """It came after the last cut, which the members had no time to settle: somebody had died."""
+    member = status(claims=Ranges.of((0, 3)), begun=CUTS[0])
+    for applied in (3, 4):
+        follower = status(applied, member=False, begun=CUTS[1])
+        statuses = {1: msgspec.structs.replace(member, kept=TAG), 2: follower}
+        verdict = decide(statuses, PARTS)
+        assert verdict.stay == (1, 2)
+        found = settle(verdict, statuses, Record(b"", NO_VIEW, NO_VIEW, ()), (1, 2), ROUND)
+        assert found.losses == (Ranges.of((3, 6)), EMPTY)
+
+
+def test_one_that_leaves_may_have_settled_what_the_others_have_not_heard_of():
+    for left_by_then in (True, False):
+        leaver = status(member=not left_by_then, begun=CUTS[1])
+        statuses = {1: status(claims=Ranges.of((0, 3)), begun=CUTS[0]), 2: leaver}
+        verdict = decide(statuses, PARTS)
+        found = settle(verdict, statuses, Record(b"", NO_VIEW, NO_VIEW, ()), (1,), ROUND)
+        assert found.losses == (EMPTY, EMPTY)
+
+
 # -- claims that have moved ----------------------------------------------------------------------
 
 

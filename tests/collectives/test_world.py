@@ -171,6 +171,12 @@ def test_the_rules_as_they_are_pass_the_same_schedules(world):
     assert first_violation(RoundMachine, world, 800) is None
 
 
+@pytest.mark.parametrize("seed", [40035, 62101], ids=["between two cuts", "with a cut"])
+def test_a_follower_that_comes_hides_no_death(seed):
+    """Rare: of the cuts before it the members had settled none, or it has begun at none itself."""
+    assert Deadly(seed).run()["killed"] == 3
+
+
 @pytest.mark.parametrize("world", AMBUSHES)
 def test_the_rules_as_they_are_survive_ambushes(world):
     struck = 0

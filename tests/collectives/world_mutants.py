@@ -9,7 +9,7 @@ import msgspec
 from manyhands.collectives.book import Book
 from manyhands.collectives.instructions import AddUp, Generation, Send, StopReason
 from manyhands.collectives.machine import RoundMachine
-from manyhands.collectives.messages import Fill
+from manyhands.collectives.messages import NO_TAG, Fill
 from manyhands.collectives.ranges import EMPTY, Ranges
 from manyhands.collectives.refusal import Doubts
 from manyhands.collectives.shares import share_out
@@ -316,8 +316,8 @@ class ForgetsMovesAtACut(RoundMachine):
 
 
 class TakesTheUninformedForDead(RoundMachine):
-    def _settle(self, verdict):
-        return super()._settle(replace(verdict, uneven=False))
+    def _status(self):
+        return msgspec.structs.replace(super()._status(), begun=NO_TAG)
 
 
 class StopsForWhatItSawRefused(RoundMachine):

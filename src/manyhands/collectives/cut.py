@@ -86,7 +86,7 @@ class Cutting(Attempt):
             claims=self.claims if self.member else EMPTY,
             quarantine=self.quarantine,
             speed=self.speed,
-            begun=self.tag,
+            begun=max(self.tag, Tag(self.since, 0)),
             losses=self.losses,
             doubted=self.doubts.samples,
         )

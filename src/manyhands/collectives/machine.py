@@ -95,6 +95,8 @@ class RoundMachine(Cutting):
             self._on_removed()
             return
         was_active, self.active = self.active, state is not PeerState.WATCHING
+        if self.active and not was_active:
+            self.since = self.cut
         if old is not None and old.number.era < view.number.era:
             self._repeat_words(state)
         self.asks = {p: n for p, n in self.asks.items() if p in self.states or p not in known}

@@ -204,7 +204,7 @@ class Status(Message, frozen=True, tag=3):
     claims: Ranges
     quarantine: Ranges
     speed: Speed
-    begun: Tag = NO_TAG  # its newest attempt: of an older cut, it has not heard what others know
+    begun: Tag = NO_TAG  # its newest attempt, or the newest cut before it was active (`since`)
     losses: _Losses = ()  # samples of the round whose claimants have died once, twice
     doubted: Ranges = EMPTY  # refused in this round: this peer knows where its claims have moved
 

@@ -105,6 +105,7 @@ class Standing(ABC):
         self.active = False  # or leaving: follows every round, answers cuts
         self.cut: ViewNumber = NO_VIEW
         self.frozen: ViewNumber = NO_VIEW  # the newest cut this peer has answered
+        self.since: ViewNumber = NO_VIEW  # the newest cut before it was active, with no claims
         self.mode = Mode.RUNNING
         # The history so far.
         self.based = False  # has a state

@@ -30,7 +30,6 @@ class Verdict:
     generation: ViewNumber  # of the history that goes on
     refused: Ranges = EMPTY  # of round `target`, in the attempt that was under way
     losses: tuple[Ranges, ...] = ()  # of round `target`, before this cut
-    uneven: bool = False  # not everybody knows what was claimed since the cut before
     doubted: Ranges = EMPTY  # of round `target`: claims may have moved since some have heard
 
 
@@ -81,7 +80,6 @@ def decide(statuses: Mapping[int, Status], num_parts: int) -> Verdict:
         verdict,
         refused=refused,
         losses=_losses(at.values()),
-        uneven=len({statuses[p].begun.cut for p in verdict.stay}) > 1,
         doubted=doubted,
     )
 
@@ -123,9 +121,9 @@ def settle(
         ):
             claims[share.peer] |= share.ranges
     orphaned = uncovered - Ranges.union(held.values()) - verdict.doubted
-    if record.resync:
-        orphaned = EMPTY  # nobody dies of giving its parameters
-    losses, deadly = _count(verdict.losses, EMPTY if verdict.uneven else orphaned)
+    if record.resync or _is_uneven(statuses, verdict.stay, active):
+        orphaned = EMPTY  # nobody dies of giving its parameters, or of what it has not heard of
+    losses, deadly = _count(verdict.losses, orphaned)
     return Settlement(
         members,
         tuple(Share(p, claims[p]) for p in members),
@@ -134,6 +132,18 @@ def settle(
         losses,
         deadly,
     )
+
+
+def _is_uneven(
+    statuses: Mapping[int, Status], stay: Sequence[int], active: Collection[int]
+) -> bool:
+    """Whether some of those who go on may have been given claims that they have not heard of.
+
+    That is so if others have settled a later cut than they. Whoever just follows has settled none:
+    what it has begun at is the cut since which it is here.
+    """
+    settled = [statuses[p].begun.cut for p in stay if statuses[p].member or p not in active]
+    return bool(settled) and any(statuses[p].begun.cut < max(settled) for p in stay)
 
 
 def mask_of(status: Status) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from manyhands.collectives.backend import messages as words
+from manyhands.collectives.backend.failure import name_ranks
 from manyhands.collectives.backend.messages import Hello
-from manyhands.collectives.backend.seats import assign, name_of, rank_of
+from manyhands.collectives.backend.seats import assign, name_of, rank_of, take_seat
+from manyhands.core.errors import UsageError
+from manyhands.links.base import open_link
 
 A, B, C = 11, 22, 33
 
@@ -55,3 +58,29 @@ def test_peers_are_named_after_their_ranks():
     assert name_of(None) is None
     for other in ("rank-", "rank-01", "rank-x", "12", "host-3-abc"):
         assert rank_of(other) is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "words"),
+    [
+        (-1, 2, "rank -1 of a world of 2\n"),
+        (2, 2, "from 0 to 1;"),
+        (-1, None, "rank -1 of a world of any size"),
+        (4096, None, "from 0 to 4095;"),
+        (0, 0, "a world_size of 0"),
+        (0, 4097, "1 to 4096"),
+    ],
+)
+def test_what_no_other_peer_would_understand_is_refused_here(rank, world, words):
+    """Said to the others it would be no word to them: all would wait until their time is over."""
+    with (
+        open_link(f"local:///seats-{rank}-{world}", name="a") as link,
+        pytest.raises(UsageError, match=words),
+    ):
+        take_seat(link, rank, world, 0.5, where="run 'seats'")
+
+
+def test_of_many_ranks_the_first_are_named():
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks(range(16)) == f"ranks {', '.join(map(str, range(16)))}"
+    assert name_ranks(range(500)) == f"ranks {', '.join(map(str, range(16)))} and 484 more"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from manyhands.core.peers import PeerId, View
 
 _RESTART = "restart the group; from a checkpoint if there is one"
+_NAMED = 16  # ranks in one text
 
 
 class TeamFailed(LinkError):
@@ -143,8 +144,9 @@ def twice(rank: int, peer: PeerId, piece: words.Piece) -> TeamFailed:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """In words."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    """In words; of many the first ones, and how many more."""
+    named, more = ", ".join(map(str, ranks[:_NAMED])), len(ranks) - _NAMED
+    return f"rank{'s' * (len(ranks) > 1)} {named}" + (f" and {more} more" if more > 0 else "")
 
 
 def awaited(exchange: Exchange, late: Sequence[int]) -> str:

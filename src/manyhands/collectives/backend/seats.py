@@ -174,11 +174,15 @@ def take_seat(
     `where`: the run and its meeting point, in words. `called_off` says why nobody needs to wait any
     more, or None: then all who are here are refused with that reason.
     """
-    if world is not None and world < 1:
-        raise UsageError(f"a world_size of {world}", hint="how many processes the group has")
-    if rank is not None and world is not None and rank >= world:
+    # Here: the others take what does not fit a message for no word of this run.
+    if world is not None and not 1 <= world <= words.MAX_WORLD:
+        hint = f"how many processes the group has: 1 to {words.MAX_WORLD}"
+        raise UsageError(f"a world_size of {world}", hint=hint)
+    size = words.MAX_WORLD if world is None else world
+    if rank is not None and not 0 <= rank < size:
         raise UsageError(
-            f"rank {rank} of a world of {world}", hint=f"ranks count from 0 to {world - 1}"
+            f"rank {rank} of a world of {world or 'any size'}",
+            hint=f"ranks count from 0 to {size - 1}; without one the meeting point gives it out",
         )
     table = _Table(link, words.Hello(rank, world))
     link.tell(Ready())
