@@ -33,12 +33,12 @@ from manyhands.compat.fluxdistributed.step import (
     cut,
     each,
     give_back,
-    is_out_of_memory,
     is_short,
     update,
 )
 from manyhands.core.errors import CheckpointError, LinkError, UsageError
 from manyhands.data.calendar import Calendar
+from manyhands.data.memory import is_out_of_memory
 from manyhands.stages.carrier import Carrier
 from manyhands.stages.chance import seed_of
 

@@ -24,12 +24,12 @@ from manyhands.compat.fluxdistributed.step import (
     cut,
     each,
     give_back,
-    is_out_of_memory,
     labels_for,
     rows_of,
 )
 from manyhands.core.errors import UsageError
 from manyhands.data.fetch import Marks
+from manyhands.data.memory import is_out_of_memory
 from manyhands.data.order import Order
 from manyhands.data.quarantine import Rules
 from manyhands.data.reader import Reader
