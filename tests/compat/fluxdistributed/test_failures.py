@@ -77,6 +77,8 @@ def test_a_label_that_the_model_has_no_output_for():
     [
         ({"on_oom": "wait"}, "on_oom='wait'"),
         ({"log_every": 0}, "log_every=0"),
+        ({"log_every": 1.5}, "log_every=1.5"),
+        ({"eval_every": None}, "eval_every=None"),
         ({"val": 3}, "val is a int"),
         ({"val": []}, "val is empty"),
         ({"resume": True}, "resume=True without save"),
