@@ -90,6 +90,16 @@ def test_bad_options_are_refused(how, said):
         trained(mlp(), data(), ["cpu"], 4, **how)
 
 
+def test_a_row_that_is_too_few_for_a_layer_is_told_with_the_remedy():
+    """Of ten rows, the last step has two, one for each device; a single device would have both."""
+    model, options = nn.Sequential(mlp(), nn.BatchNorm1d(4).double()), {"epochs": 1}
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        trained(model, data(10), ["cpu"] * 2, 4, options=options)
+    assert any("drop_last=True" in note for note in caught.value.__notes__)
+    _, result = trained(model, data(10), ["cpu"] * 2, 4, options={**options, "drop_last": True})
+    assert result.steps == 1
+
+
 def test_a_loss_that_is_no_mean_is_refused():
     setup, buffer = prepare_training(mlp(), data(), ["cpu"], SGD, 4)
     with pytest.raises(UsageError, match="reduction='sum'"):
