@@ -105,7 +105,8 @@ def _outage(error: Exception) -> BaseException | None:
         return None
     if type(cause).__module__.partition(".")[0] == "aiohttp":
         return None if getattr(cause, "status", None) in _GONE else cause
-    return cause if isinstance(cause, OSError) else None
+    # Those of other packages mean what they are called: a hub's answer may be an OSError too.
+    return cause if isinstance(cause, OSError) and type(cause).__module__ == "builtins" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from manyhands.core.errors import DataError, NotThere
+from manyhands.data.stores import named
+
 from .conftest import CONTENT, write_tree
 
 READ = """
@@ -85,6 +88,28 @@ def test_a_server_that_fails_is_no_file_that_is_not_there():
     assert kinds == {**gone, **dict.fromkeys(("403", "503", "nobody"), "DataError")}
     assert "503" in found["503"][1]
     assert found["nobody"][1].endswith("/404 cannot be read: Connection refused")
+
+
+class HubError(OSError):
+    """What a hub answers, 404 say, as packages for hubs raise it."""
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (None, NotThere),
+        (KeyError("x"), NotThere),
+        (FileNotFoundError("x"), NotThere),
+        (HubError("404 Client Error"), NotThere),
+        (TimeoutError("x"), DataError),
+        (ConnectionResetError("x"), DataError),
+    ],
+    ids=repr,
+)
+def test_what_is_behind_a_file_that_is_not_there(cause, kind):
+    with pytest.raises(DataError) as caught, named("x cannot be read"):
+        raise FileNotFoundError("x") from cause
+    assert type(caught.value) is kind
 
 
 LINES = """
