@@ -15,6 +15,7 @@ from PIL import Image
 from manyhands.core.errors import DataError, NotThere, RegistryError, UsageError
 from manyhands.data import BlobTree, CsvTable, ImageTree, JsonlTable, Loader
 from manyhands.data.cache import CachedStore
+from manyhands.data.chunks import split
 from manyhands.data.drivers import open_storage
 from manyhands.data.index import SUFFIX
 from manyhands.data.project import read_project
@@ -112,6 +113,13 @@ def test_an_index_that_is_no_plain_file_is_left_alone(rows, make):
 
 
 @SPECIAL
+def test_what_is_no_plain_file_is_not_split(tmp_path, make):
+    make(tmp_path / "x.jsonl")
+    with pytest.raises(UsageError, match="no plain file"):
+        split(tmp_path / "x.jsonl", 2)
+
+
+@SPECIAL
 def test_a_copy_that_is_no_plain_file_is_made_anew(rows, tmp_path, make):
     store = CachedStore(LocalStore(str(rows.parent)), str(tmp_path / "cache"))
     with store.open(rows.name) as file:
@@ -156,6 +164,15 @@ def test_a_line_without_an_end(tmp_path, monkeypatch, kind, before, packed):
         file.write(before + b"0" * (9 << 20))
     with pytest.raises(UsageError, match="a line of more than 3145728 bytes"):
         list(kind(path))
+
+
+def test_a_line_without_an_end_is_not_split(tmp_path, monkeypatch):
+    monkeypatch.setattr("manyhands.data.access._LINE_BYTES", 3 << 20)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"1\n" + b"0" * (9 << 20))
+    with pytest.raises(UsageError, match="a line of more than 3145728 bytes"):
+        split(path, 2)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_cell_that_is_too_long_for_python_says_what_can_be_done(tmp_path):

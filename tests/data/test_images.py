@@ -151,6 +151,19 @@ def test_cut_off(kind, part):
         decode(data[:size])
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate")]
+)
+def test_an_image_that_there_is_no_memory_for_is_not_bad(monkeypatch, error):
+    def starved(image):
+        raise error
+
+    monkeypatch.setattr("manyhands.data.picture._tensor", starved)
+    with pytest.raises(type(error)) as caught:
+        decode(packed(picture()))
+    assert caught.value is error
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "TIFF", "BMP", "WEBP"])
 def test_rubbish_is_never_worse_than_a_bad_sample(kind):
     """Bits turned at random: an image, or ValueError; nothing else, and no crash."""

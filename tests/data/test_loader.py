@@ -629,6 +629,7 @@ class Stream(IterableDataset):
     [
         ({"bad": "panic"}, "bad='panic'"),
         ({"max_bad": -1}, "max_bad=-1"),
+        ({"max_bad": 1.5}, r"max_bad=1\.5"),
         ({"workers": -1}, "workers=-1"),
         ({"prefetch": 0}, "prefetch=0"),
         ({"kind": "fibre"}, "kind='fibre'"),

@@ -170,6 +170,7 @@ def test_a_bad_sample_is_its_tables():
         ((3, 3), {"weights": [1, math.nan]}, "positive"),
         ((3, 3), {"weights": [1, math.inf]}, "positive"),
         ((3, 3), {"size": 0}, "an epoch of 0"),
+        ((3, 3), {"size": 2.5}, r"size=2\.5"),
     ],
 )
 def test_what_cannot_be_mixed(sizes, options, message):

@@ -47,6 +47,8 @@ class EndpointConnectionError(Exception):
         NotThere("a bucket has no such file"),
         UsageError("an index is broken"),
         MemoryError("none left"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -119,6 +119,7 @@ def test_bytes_that_are_no_text(tmp_path):
         ("a,b\n1,2\n", {"types": {"c": int}}, "has no column c\nhint: it has a, b"),
         ("a,b\n1,2\n", {"delimiter": "||"}, "one ASCII character"),
         ("a,b\n1,2\n", {"quotechar": ""}, "one ASCII character"),
+        ("a,b\n1,2\n", {"delimiter": '"'}, "delimiter and quotechar are both"),
         ("a,b\n1,2\n", {"columns": ["x", "x"]}, "columns of one name: x"),
         ('"a,b\n', {}, "rows.csv:1: the names of the columns: not CSV"),
     ],

@@ -154,6 +154,29 @@ def test_one_that_hangs_holds_nobody_up_and_its_queue_has_an_end():
     assert desk.settled == 24
 
 
+@pytest.mark.parametrize("refused", [2, 100])
+def test_a_system_without_a_thread_to_give_stops_no_training(refused, monkeypatch, caplog):
+    start, asked = threading.Thread.start, []
+
+    def starved(thread):
+        asked.append(thread)
+        if len(asked) <= refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    memory = Memory()
+    monkeypatch.setattr(threading.Thread, "start", starved)
+    desk = Desk([memory], end_s=PATIENCE_S)
+    for step in range(4):
+        desk.log_metrics({}, step)
+    desk.finalize("success")
+    kept = 4 if refused < 4 else 0
+    assert [step for step, _ in memory.rows] == list(range(kept))
+    assert memory.ends == ["success"] * bool(kept)
+    assert desk.counts[0].dropped == 4 - kept
+    assert bool(kept) is not any("has not come to its end" in text for text in caplog.messages)
+
+
 def test_the_end_waits_no_longer_than_it_says(caplog):
     hanging, memory = Hanging(), Memory()
     desk = Desk([hanging, memory], end_s=0.05)

@@ -6,7 +6,9 @@ import csv
 import json
 import math
 
+import numpy
 import pytest
+import torch
 
 from manyhands.core.errors import UsageError
 from manyhands.observe import Csv, JsonLines
@@ -175,6 +177,24 @@ def test_a_value_that_is_called_as_the_step_is(kind, path):
     with pytest.raises(UsageError, match="'step'"):
         kind(path).log_metrics({"step": 1.0}, 0)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "loss", [numpy.float32(0.5), numpy.float64(0.5), torch.tensor(0.5), torch.tensor([0.5])]
+)
+def test_numbers_of_others_are_numbers(kind, path, loss):
+    write(kind, path, range(2), loss)
+    assert rows(path) == [(0, 0.5), (1, 0.5)]
+
+
+def test_what_is_no_number_is_not_written(kind, path):
+    """Of a text in a table nobody knows afterwards whether it is a row."""
+    logger = kind(path)
+    with pytest.raises(ValueError, match="could not convert"):
+        logger.log_metrics({"loss": "a\nb"}, 0)
+    logger.log_metrics({"loss": 0.5}, 1)
+    logger.finalize("success")
+    assert rows(path) == [(1, 0.5)]
 
 
 def test_hyperparameters_are_beside_it(kind, path):

@@ -18,6 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from manyhands.core.errors import DataError, UsageError
+from manyhands.data.access import lines_of
 from manyhands.data.drafts import Draft, drafting
 
 _SHOWN_LINES = 10  # of those that are broken
@@ -36,12 +37,19 @@ def split(data: Path, num: int, folder: Path | None = None) -> dict[Path, int]:
         raise UsageError(f"{num} chunks cannot be made", hint="1 or more")
     folder = data.parent if folder is None else folder
     chunks = [folder / f"{data.stem}-{n}-of-{num}{data.suffix}" for n in range(num)]
+    if data.exists() and not (data.is_file() or data.is_dir()):
+        # Who opens a pipe waits for its writer, and some devices have no end.
+        raise UsageError(
+            f"{data} is no plain file, but a pipe, a device or a socket",
+            hint="write what comes from it to a file first",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with data.open("rb") as source:
             if source.peek(len(_GZIP)).startswith(_GZIP):
                 raise UsageError(f"{data} is compressed", hint=f"unpack it first: gzip -dk {data}")
-            counts = deal(scan(source, data), chunks, data)
+            lines = lines_of(source.read1, str(data))
+            counts = deal(scan(lines, data), chunks, data)
     except OSError as error:
         raise DataError(
             f"{data} cannot be split: {error.strerror} ({error.filename})",

@@ -131,7 +131,7 @@ class Loader(Sourced):
         """
         workers, prefetch = check_whole("workers", workers), check_whole("prefetch", prefetch)
         rank, world = check_whole("rank", rank), check_whole("world", world)
-        seed = check_whole("seed", seed)
+        seed, max_bad = check_whole("seed", seed), check_whole("max_bad", max_bad)
         _check(workers, kind, prefetch, rank, world)
         rules = Rules(policy=bad, max_bad=max_bad)
         self._source = Source(

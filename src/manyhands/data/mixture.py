@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manyhands.core.errors import UsageError
 from manyhands.data.order import Order
+from manyhands.data.source import check_whole
 from manyhands.data.table import place_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Mixture:
         for number, length in enumerate(self._sizes):
             if not length:
                 raise UsageError(f"table {number} of the mixture is empty", hint="leave it out")
+        size = None if size is None else check_whole("size", size)
         if size is not None and size < 1:
             raise UsageError(f"an epoch of {size} samples", hint="1 or more")
         self._size = sum(self._sizes) if size is None else size

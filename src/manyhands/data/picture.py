@@ -24,6 +24,7 @@ from torch import Tensor
 
 from manyhands.core.errors import UsageError
 from manyhands.data.files import Tree, read_in
+from manyhands.data.memory import is_out_of_memory
 from manyhands.data.spec import parts_of
 from manyhands.data.table import BadSample
 
@@ -53,11 +54,11 @@ def decode(data: bytes) -> Tensor:
         with image_module.open(io.BytesIO(data)) as image:
             image.load()
             return _tensor(_upright(image, image_module))
-    except MemoryError:
-        raise
     except image_module.UnidentifiedImageError as error:  # its text has an address in memory
         raise NoPicture("it is no image of a format that Pillow knows") from error
     except Exception as error:  # each of its formats has errors of its own
+        if is_out_of_memory(error):
+            raise
         raise NoPicture(str(error) or type(error).__name__) from error
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import (
 from manyhands.core.errors import ManyhandsError
 from manyhands.data.chance import Origin, begin_sample, end_sample, number_of
 from manyhands.data.fetch import Marks, Rows, seed_all
+from manyhands.data.memory import is_out_of_memory
 from manyhands.data.quarantine import ATTEMPTS, Bad, Rules, replacement
 from manyhands.data.source import Source
 from manyhands.data.table import BadSample, is_trusted, named, place_of
@@ -132,7 +133,8 @@ def _is_of_the_machine(error: Exception) -> bool:
     if isinstance(error, OSError):
         torn = isinstance(error, gzip.BadGzipFile) or _is_no_image(error)
         return not torn and (type(error) is not OSError or error.errno is not None)
-    return isinstance(error, MemoryError | ManyhandsError) or _is_of_a_network(error)
+    own = isinstance(error, ManyhandsError) or is_out_of_memory(error)
+    return own or _is_of_a_network(error)
 
 
 def _is_no_image(error: OSError) -> bool:

@@ -47,6 +47,8 @@ class CsvTable(Records):
         for name, value in (("delimiter", delimiter), ("quotechar", quotechar)):
             if len(value) != 1 or not value.isascii() or value in "\r\n":
                 raise UsageError(f"{name}={value!r}", hint="one ASCII character")
+        if delimiter == quotechar:
+            raise UsageError(f"delimiter and quotechar are both {delimiter!r}", hint="two of them")
         self._delimiter, self._quotechar = delimiter, quotechar
         self._headed = columns is None
         self.kind = f"csv {delimiter}{quotechar} {'headed' if self._headed else 'bare'}"

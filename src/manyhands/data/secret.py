@@ -27,7 +27,7 @@ _PHRASES = ("connection string", "conn string", "conn str")  # Azure's has a key
 # Beside a storage an entry has what its owner likes: eos_token, primary_key. These mean one thing.
 _CLEAR_WORDS = frozenset(
     {
-        *("password", "passwd", "passphrase", "pwd", "secret", "secrets", "apikey"),
+        *("password", "passwd", "passphrase", "pwd", "secret", "secrets"),
         *("auth", "authorization", "credential", "credentials", "cookie", "cookies"),
     }
 )
@@ -61,6 +61,11 @@ _PLACES = frozenset(
 # Values that gcsfs and its like take instead of a secret.
 _NOT_SECRET = frozenset({"", "anon", "cloud", "google_default", "cache", "browser"})
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+# Two words that people write as one.
+_TOGETHER = re.compile(
+    "(api|access|account|auth|bearer|client|private|refresh|sas|secret|session|shared|signing|storage)"
+    "(key|secret|token)(id)?"
+)
 _QUERY = re.compile(r"([?&])([^\s?&#=]+)=[^\s&#]*")
 # Of a web server there are no users: what stands before its name is a token.
 _WEB_USER = re.compile(r"(https?://)[^\s/@:?#]+@")
@@ -145,7 +150,11 @@ def _is_whole(name: str, *, beside: bool) -> bool:
 
 
 def _words_of(name: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(name)]
+    words: list[str] = []
+    for word in map(str.lower, _WORD.findall(name)):
+        two = _TOGETHER.fullmatch(word)
+        words += [word] if two is None else [part for part in two.groups() if part]
+    return words
 
 
 def _url_has_secret(text: str) -> bool:

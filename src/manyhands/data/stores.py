@@ -32,6 +32,12 @@ _HINTS = {  # by the names of errors that botocore raises
     "~/.aws; for a public bucket, say anon = true",
     "ProfileNotFound": "name a profile that ~/.aws/credentials or ~/.aws/config has",
 }
+_NOT_THERE = (FileNotFoundError, NotADirectoryError)
+_GONE = (404, 410)  # what a web server says of a page that it does not have
+_RANGES = (  # what fsspec says of a web server that has whole pages only, and what can be done
+    "range requests",
+    "keep a copy: cache = true in its entry of a Data.toml; or fetch it first",
+)
 
 
 class Store(Protocol):
@@ -78,15 +84,29 @@ def named(what: str) -> Generator[None]:
         yield
     except ManyhandsError:
         raise
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotThere(f"{what}: there is no such file or folder") from None
     except Exception as error:  # noqa: BLE001 - systems behind URLs have error classes of their own
+        error = _outage(error) or error
+        if isinstance(error, _NOT_THERE):
+            raise NotThere(f"{what}: there is no such file or folder") from None
         number = error.errno if isinstance(error, OSError) else None
         reason = os.strerror(number) if number else f"{type(error).__name__} {error}".strip()
         raise DataError(
             f"{what}: {redacted(reason)[:500]}",  # it may quote a password
-            hint=_HINTS.get(type(error).__name__),
+            hint=_RANGES[1] if _RANGES[0] in reason else _HINTS.get(type(error).__name__),
         ) from None
+
+
+def _outage(error: Exception) -> BaseException | None:
+    """What is behind a file that is said not to be there: for fsspec, whatever fails on the way to
+    a web server means that. None if it is not there.
+    """
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or isinstance(cause, _NOT_THERE):
+        return None
+    if type(cause).__module__.partition(".")[0] == "aiohttp":
+        return None if getattr(cause, "status", None) in _GONE else cause
+    # Those of other packages mean what they are called: a hub's answer may be an OSError too.
+    return cause if isinstance(cause, OSError) and type(cause).__module__ == "builtins" else None
 
 
 @dataclass(frozen=True, slots=True)

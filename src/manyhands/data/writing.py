@@ -104,13 +104,20 @@ def _checked(text: str, target: Path, before: Project | None) -> Project:
             raise
         # Tables of a list that was written as `datasets = [...]` cannot be appended to.
         after = None
-    kept = dict[str, Entry]() if before is None else dict(before.entries)
-    if after is None or {key: after.entries.get(key) for key in kept} != kept:
+    kept = _texts(before)
+    if after is None or {key: _texts(after).get(key) for key in kept} != kept:
         raise RegistryError(
             f"nothing can be appended to {target}",
             hint="write its entries as [[datasets]], with nothing of another table after them",
         )
     return after
+
+
+def _texts(project: Project | None) -> dict[str, str]:
+    """What entries say, as texts: in those a nan is equal to itself."""
+    if project is None:
+        return {}
+    return {name: repr(entry.conf) for name, entry in project.entries.items()}
 
 
 def _replace(target: Path, text: str) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, cast
@@ -154,10 +155,10 @@ class _Clerk:
             self._start()
 
     def join(self, deadline: float, end_s: float) -> None:
-        assert self._thread is not None, "ended before"
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if not self._thread.is_alive():
-            return
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            if not self._thread.is_alive():
+                return
         with self._changed:
             self._dropped += len(self._waiting)
             self._waiting.clear()
@@ -177,8 +178,11 @@ class _Clerk:
     def _start(self) -> None:
         if self._thread is None:
             # A daemon: a logger that hangs must not keep the process from its end.
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            # The system may have none to give: rows wait, and the next one asks again.
+            with suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
 
     # -- its own --------------------------------------------------------------------------------
 

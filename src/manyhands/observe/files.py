@@ -36,12 +36,12 @@ class JsonLines:
         self._last = -1
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        _refuse_step(metrics)
+        numbers = _numbers_in(metrics)
         if self._file is None or step <= self._last:
             self._close()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._opened(step)
-        row = {_STEP: step} | {n: v if math.isfinite(v) else None for n, v in metrics.items()}
+        row = {_STEP: step} | {n: v if math.isfinite(v) else None for n, v in numbers.items()}
         self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()
         self._last = step
@@ -101,9 +101,13 @@ def _step_in(line: bytes, place: str) -> int:
     raise _refused(place)
 
 
-def _refuse_step(metrics: Mapping[str, float]) -> None:
+def _numbers_in(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Plain ones, of numpy's and of tensors with one value too. Raises ValueError or TypeError for
+    what is none, and UsageError.
+    """
     if _STEP in metrics:
         raise UsageError(f"a value is called {_STEP!r}", hint="that is the step's own column")
+    return {n: v if isinstance(v, int) else float(v) for n, v in metrics.items()}
 
 
 def _refused(place: str) -> UsageError:
@@ -125,12 +129,12 @@ class Csv:
         self._last = -1
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        _refuse_step(metrics)
+        numbers = _numbers_in(metrics)
         new = [name for name in metrics if name not in self._columns]
         if self._file is None or step <= self._last or new:
             self._open_before(step, list(metrics))
         assert self._file is not None
-        row = {_STEP: step, **metrics}
+        row = {_STEP: step, **numbers}
         csv.writer(self._file, lineterminator="\n").writerow(row.get(n, "") for n in self._columns)
         self._file.flush()
         self._last = step

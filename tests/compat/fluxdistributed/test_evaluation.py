@@ -73,6 +73,23 @@ def test_a_regression_has_a_loss_and_no_top_k():
     assert result.history[-1].keys() == {"step", "val/loss"}
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_one_output_is_a_number_and_its_labels_are_no_classes(wide):
+    """Yes or no by a single logit; and counts, which may be any whole number."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 3)
+
+    def loss(output, labels):
+        return F.mse_loss(output[:, 0], labels.reshape(-1).float())
+
+    labels = torch.arange(20) % 7
+    table = torch.utils.data.TensorDataset(x, labels[:, None] if wide else labels)
+    setup, buffer = prepare_training(nn.Linear(3, 1), table, ["cpu"] * 2, SGD, 2)
+    result = train(loss, setup, buffer, val=table, logger=quiet)
+    assert result.steps == 5
+    assert result.history[-1].keys() == {"step", "val/loss"}
+
+
 def test_rows_have_the_keys_of_all_loggers():
     rows = []
     _, result = trained(

@@ -77,6 +77,8 @@ def test_a_label_that_the_model_has_no_output_for():
     [
         ({"on_oom": "wait"}, "on_oom='wait'"),
         ({"log_every": 0}, "log_every=0"),
+        ({"log_every": 1.5}, "log_every=1.5"),
+        ({"eval_every": None}, "eval_every=None"),
         ({"val": 3}, "val is a int"),
         ({"val": []}, "val is empty"),
         ({"resume": True}, "resume=True without save"),
@@ -86,6 +88,16 @@ def test_a_label_that_the_model_has_no_output_for():
 def test_bad_options_are_refused(how, said):
     with pytest.raises(UsageError, match=said):
         trained(mlp(), data(), ["cpu"], 4, **how)
+
+
+def test_a_row_that_is_too_few_for_a_layer_is_told_with_the_remedy():
+    """Of ten rows, the last step has two, one for each device; a single device would have both."""
+    model, options = nn.Sequential(mlp(), nn.BatchNorm1d(4).double()), {"epochs": 1}
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        trained(model, data(10), ["cpu"] * 2, 4, options=options)
+    assert any("drop_last=True" in note for note in caught.value.__notes__)
+    _, result = trained(model, data(10), ["cpu"] * 2, 4, options={**options, "drop_last": True})
+    assert result.steps == 1
 
 
 def test_a_loss_that_is_no_mean_is_refused():

@@ -271,6 +271,29 @@ def test_start_says_what_it_cannot_do():
         start(F.cross_entropy, mlp(), data(), SGD, devices=["gpu:0"])
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"epoch": 2}, TypeError, "unexpected keyword argument 'epoch'"),
+        ({"group": None}, TypeError, "'group'"),
+        ({"epochs": 0}, UsageError, "epochs=0"),
+        ({"batchsize": "48"}, UsageError, "batchsize='48'"),
+        ({"on_oom": "wait"}, UsageError, "on_oom='wait'"),
+        ({"log_every": 1.5}, UsageError, "log_every=1.5"),
+    ],
+)
+def test_what_workers_would_refuse_is_refused_before_there_are_any(
+    monkeypatch, options, kind, said
+):
+    def started(*_, **__):
+        raise AssertionError("workers were about to be started")
+
+    monkeypatch.setattr("manyhands.compat.fluxdistributed.launch._CALLED", threading.Lock())
+    monkeypatch.setattr("manyhands.compat.fluxdistributed.launch.Hub", started)
+    with pytest.raises(kind, match=said):
+        start(F.cross_entropy, mlp(), data(), SGD, **options)
+
+
 # -- real processes -------------------------------------------------------------------------------
 
 

@@ -250,6 +250,10 @@ def test_the_example_is_good():
         {"driver": "fsspec", "url": "abfs://x", "options": {"connectionString": "AccountKey=x"}},
         {"driver": "fsspec", "url": "https://ghp_AKIA@host/x"},
         {"driver": "S3", "bucket": "b", "endpoint_url": "https://AKIA@h"},
+        {"driver": "fsspec", "url": "x://x", "options": {"apikey": "x"}},
+        {"driver": "fsspec", "url": "x://x", "options": {"accesskeyid": "AKIA"}},
+        {"driver": "fsspec", "url": "x://x", "options": {"clientsecret": "x"}},
+        {"driver": "fsspec", "url": "https://host/x?sastoken=AKIA"},
     ],
 )
 def test_secrets_are_refused(storage):
@@ -301,6 +305,7 @@ def test_secrets_are_refused_wherever_they_are(at, more, field):
         *("sas_token", "oauth_token", "id_token", "hf_token_2"),
         *("wandb_key", "aws_key", "gcp_key", "storage_key", "subscription_key", "signing_key"),
         *("encryption_key", "shared_key", "session_key"),
+        *("apikey", "APIKEY", "secretkey", "aws_accesskey", "authtoken", "clientsecret"),
     ],
 )
 def test_a_name_that_means_a_secret_is_refused_beside_a_storage(name):

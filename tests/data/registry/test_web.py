@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from manyhands.core.errors import DataError, NotThere
+from manyhands.data.stores import named
+
 from .conftest import CONTENT, write_tree
 
 READ = """
@@ -42,3 +45,91 @@ def test_what_a_server_lists_is_a_tree(url):
     found = json.loads(done.stdout)
     assert bytes.fromhex(found.pop("one")) == CONTENT["hello.txt"]
     assert {name: bytes.fromhex(data) for name, data in found.items()} == CONTENT
+
+
+FAIL = """
+import json, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from manyhands.data.blobs import BlobTree
+from manyhands.data.stores import store_at
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_error(int(self.path.strip("/")))
+
+    do_HEAD = do_GET
+
+    def log_message(self, *words):
+        pass
+
+def raised(url, name):
+    try:
+        BlobTree(store_at(url), "", "").read_blob(name)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+url = f"http://127.0.0.1:{server.server_port}/"
+found = {name: raised(url, name) for name in ("404", "410", "403", "503")}
+server.shutdown()
+server.server_close()
+print(json.dumps({**found, "nobody": raised(url, "404")}))
+"""
+
+
+def test_a_server_that_fails_is_no_file_that_is_not_there():
+    """fsspec says the same of both. What is not there is a bad sample; an outage must be none."""
+    done = subprocess.run([sys.executable, "-c", FAIL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    kinds = {name: kind for name, (kind, _) in found.items()}
+    gone = dict.fromkeys(("404", "410"), "NotThere")
+    assert kinds == {**gone, **dict.fromkeys(("403", "503", "nobody"), "DataError")}
+    assert "503" in found["503"][1]
+    assert found["nobody"][1].endswith("/404 cannot be read: Connection refused")
+
+
+class HubError(OSError):
+    """What a hub answers, 404 say, as packages for hubs raise it."""
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (None, NotThere),
+        (KeyError("x"), NotThere),
+        (FileNotFoundError("x"), NotThere),
+        (HubError("404 Client Error"), NotThere),
+        (TimeoutError("x"), DataError),
+        (ConnectionResetError("x"), DataError),
+    ],
+    ids=repr,
+)
+def test_what_is_behind_a_file_that_is_not_there(cause, kind):
+    with pytest.raises(DataError) as caught, named("x cannot be read"):
+        raise FileNotFoundError("x") from cause
+    assert type(caught.value) is kind
+
+
+LINES = """
+import sys
+from manyhands.data.jsonl import JsonlTable
+try:
+    JsonlTable(sys.argv[1])
+except Exception as error:
+    print(error)
+"""
+
+
+def test_a_server_that_gives_whole_pages_only(url, tmp_path):
+    lines = "".join(f'{{"a": {number}}}\\n' for number in range(20_000))
+    (tmp_path / "content" / "rows.jsonl").write_text(lines)
+    done = subprocess.run(
+        [sys.executable, "-c", LINES, f"{url}rows.jsonl"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "rows.jsonl cannot be read" in done.stdout, done.stderr
+    assert "cache = true" in done.stdout

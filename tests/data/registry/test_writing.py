@@ -86,6 +86,13 @@ def test_files_that_nothing_can_be_appended_to(tmp_path):
         register("one", "/data", file=file / "below" / "Data.toml")
 
 
+def test_a_nan_is_what_it_was(tmp_path):
+    file = tmp_path / "Data.toml"
+    register("one", "/data", file=file, missing=float("nan"))
+    register("two", "/data", file=file)
+    assert set(read_project(file).entries) == {"one", "two"}
+
+
 def test_writers_take_turns(tmp_path):
     code = """
 import sys

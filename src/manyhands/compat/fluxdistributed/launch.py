@@ -27,6 +27,7 @@ from manyhands.compat.fluxdistributed.optimizers import Opt
 from manyhands.compat.fluxdistributed.processes import (
     OUTAGE_S,
     Synced,
+    check_call,
     connect,
     getgrads,
     model_of,
@@ -75,6 +76,7 @@ def start(
     if workers < 1:
         raise UsageError(f"{workers} workers", hint="at least one")
     resolve(devices)
+    check_call(loss, model, key, opt, batchsize, device=None, **options)
     is_worker = _RANK in os.environ
     command = [] if is_worker else _own_command()
     if not _CALLED.acquire(blocking=False):

@@ -33,17 +33,21 @@ from manyhands.compat.fluxdistributed.step import (
     cut,
     each,
     give_back,
-    is_out_of_memory,
     is_short,
     update,
 )
 from manyhands.core.errors import CheckpointError, LinkError, UsageError
 from manyhands.data.calendar import Calendar
+from manyhands.data.memory import is_out_of_memory
 from manyhands.stages.carrier import Carrier
 from manyhands.stages.chance import seed_of
 
 log = logging.getLogger(__name__)
 
+_ALONE = (
+    "this device had a single row of the step: where a layer (BatchNorm1d) takes none alone, "
+    "drop_last=True leaves out the rows at the end of an epoch that do not fill a step"
+)
 OnOom = Literal["skip", "split", "raise"]
 Log = Callable[[Mapping[str, float], int], None]
 
@@ -188,6 +192,8 @@ class Loop:
             value = self._computed(batch, before)
         except Exception as error:
             if not is_out_of_memory(error):
+                if batch.rows == 1 and isinstance(error, ValueError):  # as BatchNorm1d says it
+                    error.add_note(_ALONE)
                 raise
             own = error
             if self._course.on_oom != "raise":

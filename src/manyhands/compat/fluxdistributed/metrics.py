@@ -24,12 +24,12 @@ from manyhands.compat.fluxdistributed.step import (
     cut,
     each,
     give_back,
-    is_out_of_memory,
     labels_for,
     rows_of,
 )
 from manyhands.core.errors import UsageError
 from manyhands.data.fetch import Marks
+from manyhands.data.memory import is_out_of_memory
 from manyhands.data.order import Order
 from manyhands.data.quarantine import Rules
 from manyhands.data.reader import Reader
@@ -87,9 +87,11 @@ def check_classes(output: Any, labels: Any, *, ranked: bool = False) -> None:  #
     """Labels that are ids have a column in the output; they had better be in the machine's memory.
 
     On a GPU torch's own check ends the process. For a loss a negative one may mean something
-    (ignore_index); `ranked` have none.
+    (ignore_index), and one column is a number, no class; `ranked` have neither.
     """
     if not (isinstance(output, Tensor) and isinstance(labels, Tensor) and output.dim() == 2):
+        return
+    if output.shape[1] == 1 and not ranked:
         return
     if labels.dim() == 1 and not labels.is_floating_point() and len(labels):
         least = int(labels.min()) if ranked else 0
@@ -141,12 +143,14 @@ def score(
     try:
         for x, y in batches:
             output = call(model, each(x, lambda tensor: tensor.to(device)))
-            check_classes(output, y, ranked=True)
+            ranked = _is_ranked(output, y)
+            if ranked:
+                check_classes(output, y, ranked=True)
             target = each(y, lambda tensor: tensor.to(device))
             rows = rows_of(x)
             made.rows += rows
             made.loss += float(loss(output, labels_for(output, target))) * rows
-            if _is_ranked(output, target):
+            if ranked:
                 made.ranked += rows
                 ids = ids_of(output, target)
                 for place, k in enumerate(ks):
@@ -159,6 +163,8 @@ def score(
 
 def _is_ranked(output: Any, target: Any) -> bool:  # noqa: ANN401
     if not isinstance(output, Tensor) or not isinstance(target, Tensor) or output.dim() != 2:
+        return False
+    if output.shape[1] == 1:  # a number, whatever its labels are
         return False
     if target.shape == output.shape:  # one-hot; else a regression
         return bool(((target == 0) | (target == 1)).all() and (target.sum(1) == 1).all())

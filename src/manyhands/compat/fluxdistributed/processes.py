@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
@@ -56,7 +57,6 @@ from manyhands.compat.fluxdistributed.training import (
 from manyhands.core.address import Address
 from manyhands.core.errors import Malformed, UsageError
 from manyhands.core.settings import OUTAGE, find_outage
-from manyhands.data.imagenet import class_ids
 from manyhands.links.base import LinkSettings
 from manyhands.stages.carrier import AloneCarrier, Carrier, GroupCarrier
 from manyhands.wire.tensors import bytes_of
@@ -175,7 +175,7 @@ def getgrads(
         batchsize=batchsize,
         epochs=epochs,
         cycles=cycles,
-        classes=None if classes is None else class_ids(classes),
+        classes=classes,
         buffersize=buffersize,
         dataset=dataset,
         seed=seed,
@@ -226,6 +226,19 @@ def getgrads(
     _check_equal(replica, crew, names)
     share(everybody, _told(replica, outcome) if rank == 0 else None, 1)
     return result_of(setup, outcome)
+
+
+def check_call(*arguments: Any, **options: Any) -> None:  # noqa: ANN401
+    """Raises for what `getgrads` would refuse by itself, without anybody to meet: TypeError,
+    UsageError.
+    """
+    bound = inspect.signature(getgrads).bind(*arguments, group=None, **options)
+    bound.apply_defaults()
+    given = bound.arguments
+    names = ("log_every", "eval_every", "on_oom", "sched", "val")
+    check_options(given["loss"], **{name: given[name] for name in names})
+    given["classes"] = None  # they may be such as can be gone through only once
+    Options(**{field.name: given[field.name] for field in fields(Options)})
 
 
 def worker_device(device: Device | None, rank: int) -> torch.device:

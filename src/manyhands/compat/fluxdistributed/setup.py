@@ -162,7 +162,7 @@ def prepare_training(
         batchsize=batchsize,
         epochs=epochs,
         cycles=cycles,
-        classes=None if classes is None else class_ids(classes),
+        classes=classes,
         buffersize=buffersize,
         dataset=dataset,
         seed=seed,
@@ -180,7 +180,7 @@ class Options:
     batchsize: int
     epochs: int | None
     cycles: int
-    classes: tuple[int, ...] | None
+    classes: Iterable[int] | None
     buffersize: int
     dataset: Any
     seed: int
@@ -196,6 +196,8 @@ class Options:
             if value < 1 and name != "seed":
                 raise UsageError(f"{name}={value}", hint="at least 1")
             object.__setattr__(self, name, value)  # a plain one, for checkpoints
+        if self.classes is not None:
+            object.__setattr__(self, "classes", class_ids(self.classes))
 
 
 def prepare(

@@ -15,18 +15,12 @@ from torch.optim import Optimizer
 
 from manyhands.compat.fluxdistributed.buffer import Buffer, Final, Kept, Slot
 from manyhands.core.errors import UsageError
+from manyhands.data.memory import is_out_of_memory
 
 LossFn = Callable[[Any, Any], Tensor]
 """Of the model's output and the labels: the mean over the rows."""
 
 T = TypeVar("T")
-
-_OF_TORCH = (  # plain RuntimeErrors of torch's
-    "DefaultCPUAllocator",
-    "not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
 
 
 def train_step(
@@ -197,13 +191,6 @@ def _check_loss(value: Any) -> None:  # noqa: ANN401
 
 
 # -- memory -----------------------------------------------------------------------------------
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: a GPU's, Python's, or torch's own."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_TORCH)
 
 
 def give_back(device: torch.device) -> None:

@@ -28,6 +28,7 @@ from manyhands.compat.fluxdistributed.step import LossFn, check_reduction
 from manyhands.core.errors import UsageError
 from manyhands.data.fetch import generators_kept
 from manyhands.data.imagenet import Solutions
+from manyhands.data.source import check_whole
 from manyhands.stages.carrier import Carrier
 
 VAL_SAMPLES = 300  # of a table, each time: FluxDistributed's number
@@ -140,7 +141,7 @@ def check_options(
     """Of any kind of training. Raises UsageError."""
     check_reduction(loss)
     for name, value in {"log_every": log_every, "eval_every": eval_every}.items():
-        if value < 1:
+        if check_whole(name, value) < 1:
             raise UsageError(f"{name}={value}", hint="at least 1")
     if on_oom not in ("skip", "split", "raise"):
         raise UsageError(f"on_oom={on_oom!r}", hint='"skip", "split" or "raise"')
