@@ -469,7 +469,7 @@ def test_stages(tmp_path: Path) -> None:
     ways = ["plain", "alone", "naive", "afab", "1f1b", "interleaved"]
     ways += ["torch", "1f1b@hub", "1f1b@door", "1f1b@amqp"]
     keys = ROW | {"way", "stages", "microbatches", "bubble", "bubble_in_theory", "ratio_to_plain"}
-    keys |= {"heap_kept", "bubble_of_busy"}
+    keys |= {"heap_kept", "bubble_of_busy", "queued"}
     small = ["--batch", "8", "--channels", "4", "--microbatches", "4", "--turns", "1"]
     rows = rows_of(tmp_path, "stages", "--way", ",".join(ways), *small, keys=keys)
     assert [row["way"] for row in rows] == ways
@@ -478,3 +478,4 @@ def test_stages(tmp_path: Path) -> None:
     assert busy["plain"] is busy["alone"] is None
     assert busy["naive"] == pytest.approx(0.5)  # whatever each of the two takes
     assert all(0 < busy[way] < 0.5 for way in ways[3:])
+    assert all(0 <= row["queued"] < 1 for row in rows)
