@@ -187,7 +187,7 @@ def stages(result: dict) -> list[str]:
     lines = [
         "Milliseconds of a step, median (p10 to p90); times as fast as the others of the same run:",
         "",
-        *_head("", ["step", "plain", "naive", "torch", "waits", "waits in theory"]),
+        *_head("", ["step", "plain", "naive", "torch", "waits", "of it for a core", "in theory"]),
     ]
     for row in result["rows"]:
         times = (1e3 * row[key] for key in ("median_s", "p10_s", "p90_s"))
@@ -198,6 +198,7 @@ def stages(result: dict) -> list[str]:
             f"{row['ratio_to_naive']:.2f}x",
             f"{row['ratio_to_torch']:.2f}x",
             f"{row['bubble']:.1%}" if several else "",
+            f"{row['queued']:.1%}" if several else "",
             f"{row['bubble_in_theory']:.1%}" if several else "",
         ]
         lines.append(_row(WAYS[row["way"]], cells))
