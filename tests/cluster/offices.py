@@ -14,6 +14,7 @@ import msgspec
 from manyhands.cluster.job import Spec
 from manyhands.cluster.messages import Hello, Phase, Status, Task, Want, Wants, Welcome
 from manyhands.cluster.office import OfficeRefused, OfficeUnreachable
+from manyhands.cluster.uploads import OTHER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,9 +139,12 @@ class FakeOffice:
         with self._done("send_log"):
             self._check(agent)
             has = self.logs.setdefault((job, attempt, rank), bytearray())
-            if offset == len(has):
-                has += data
-                self.chunks.append(len(data))
+            known = has[offset : offset + len(data)]
+            if not data.startswith(known):
+                raise OfficeRefused(OTHER_BYTES, "the log has other bytes there")
+            if offset <= len(has) and len(known) < len(data):
+                has += data[len(known) :]
+                self.chunks.append(len(data) - len(known))
             return len(has)
 
     def _check(self, agent: str) -> None:

@@ -141,6 +141,9 @@ class Connected:
     def wait_connected(self, timeout_s=None):
         return 1
 
+    def prove(self):
+        return True
+
 
 @pytest.fixture
 def disk(monkeypatch):
@@ -252,11 +255,20 @@ def log(tmp_path):
 
     def sent(text):
         path.write_bytes(text)  # as a shell does for `> /dev/stderr`
-        while uploads._advance(office, upload) or upload.waits:
-            pass
-        return bytes(office.logs[key])
+        for _ in range(20):
+            if not (uploads._advance(office, upload) or upload.waits):
+                return bytes(office.logs[key])
+        raise AssertionError("it goes on sending")
 
-    yield SimpleNamespace(sent=sent, office=office, copy=lambda: office.logs[key])
+    def part(text):
+        """One chunk of it, whatever comes of that."""
+        path.write_bytes(text)
+        uploads._advance(office, upload)
+
+    office.logs[key] = bytearray()
+    yield SimpleNamespace(
+        sent=sent, part=part, office=office, upload=upload, copy=lambda: office.logs[key]
+    )
     office.close()
 
 
@@ -273,6 +285,26 @@ def test_what_a_rank_writes_after_it_has_emptied_its_log_arrives(log, after):
     text = log.sent(b"four")
     assert text == before + notice + rest + b"four"
     assert log.sent(b"four, five\n") == text + b", five\n"
+
+
+def test_a_log_that_is_emptied_when_a_piece_has_arrived_unanswered_goes_on_behind_it(log):
+    log.sent(b"one\n")
+    log.office.lost_answers["send_log"] = 1
+    log.part(b"one\ntwo\n")
+    before, _, rest = log.sent(b"three\n").partition(EMPTIED)
+    assert (before, rest.partition(b"\n")[2]) == (b"one\ntwo\n", b"three\n")
+    log.office.lost_answers["send_log"] = 1
+    log.part(b"three\nfour\n")  # what it lacks now is not said a second time
+    assert log.sent(b"five\n") == before + EMPTIED + rest + b"four\nfive\n"
+
+
+def test_an_agent_that_finds_a_log_emptied_sends_it_behind_what_another_has_sent(log):
+    log.copy()[:] = b"one\n"
+    before, _, rest = log.sent(b"two\n").partition(EMPTIED)
+    assert (before, rest.partition(b"\n")[2]) == (b"one\n\n", b"two\n")
+    log.copy()[:] = b"of another agent, which goes on" * 9
+    log.sent(b"two\nthree\n")
+    assert log.upload.settled  # one of the two has to give up
 
 
 def test_a_copy_that_is_cleared_away_begins_with_what_the_log_has_now(log):

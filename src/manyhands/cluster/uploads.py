@@ -39,6 +39,7 @@ _LEAST_PART = 4  # of what the disk lost, a log took that much: its copy may be 
 _LEAST_RESERVE = 8  # and that much of the reserve: nobody is ended for a line
 _LOOKS = 2
 _TAIL_BYTES = 64
+OTHER_BYTES = "other-bytes"  # the code of a refusal: the log has others where these would go
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,12 @@ class _Upload:
     """Where the file, as it is now, begins in the coordinator's log."""
     tail: bytes = b""
     """The last of what was sent: if it is not before `offset` any more, the log was emptied."""
-    was_emptied: bool = False
-    """Its reader has been told so."""
+    astray: bool = False
+    """It does not go on where the coordinator's log ends: it was emptied."""
+    notice: bytes = b""
+    """What its reader is to be told of that, before the first bytes of the file."""
+    told: bool = False
+    """There is such a notice, or was."""
     proven: bool = False
     """It was refused, and the coordinator has proved since that it knows us."""
     ended: bool = False
@@ -232,10 +237,8 @@ class Uploads:
         # Before the size is looked at: nothing is written after it. One that is still to be cut is
         # so at the next look, which its end has begun.
         ended = upload.ended and not upload.why
-        data = self._next_chunk(upload)
-        if is_notice := data is None:
-            data = _notice(upload)
-        elif not data:
+        data = upload.notice or self._next_chunk(upload)
+        if not data and not upload.astray:
             if ended:
                 self._settle(upload)
             return False
@@ -248,21 +251,35 @@ class Uploads:
         except OfficeUnreachable:
             upload.waits = True
             return False
-        except OfficeRefused:
-            return self._bear(upload)
-        upload.waits, upload.proven = has == at, False
-        if is_notice:
-            upload.was_emptied = has >= at + len(data)
-            if upload.was_emptied or has < at:  # there is less of it than there was
-                upload.base = has - upload.offset
+        except OfficeRefused as refusal:
+            # Emptied when a piece had arrived whose answer was lost, or by the time of an agent
+            # before this one. Once: of two agents that write one log, one is to give up.
+            upload.astray = refusal.code == OTHER_BYTES and not upload.told
+            return upload.astray or self._bear(upload)
+        upload.proven = False
+        if upload.astray:  # nothing was sent, but asked how much there is
+            self._begin_anew(upload, has)
+            return True
+        if upload.notice:
+            is_taken = has >= at + len(data)
+            upload.waits = at <= has < at + len(data)
+            if not upload.waits:  # else no more than a part of it had room
+                upload.base, upload.notice = has, b"" if is_taken else data
             return not upload.waits
-        is_taken = has == at + len(data)
+        is_taken, upload.waits = has == at + len(data), has == at
         # What was in the file before it was emptied cannot be sent again.
         upload.base = min(upload.base, has)
         upload.offset = has - upload.base
         upload.tail = data[-_TAIL_BYTES:] if is_taken else b""
         is_behind = len(data) == CHUNK_BYTES or not is_taken
         return not upload.waits and (is_behind or ended)
+
+    def _begin_anew(self, upload: _Upload, has: int) -> None:
+        """The file as it is now goes behind what the coordinator has, and what it had is gone."""
+        if not upload.told:
+            upload.notice, upload.told = _notice(upload), True
+        upload.base, upload.offset, upload.tail = has, 0, b""
+        upload.astray = False
 
     def _bear(self, upload: _Upload) -> bool:
         """Refused: by a coordinator that does not know us yet, perhaps; else for good."""
@@ -272,21 +289,16 @@ class Uploads:
         upload.proven = self._line.prove()
         return upload.proven
 
-    def _next_chunk(self, upload: _Upload) -> bytes | None:
-        """What is to be sent; None if its reader has first to be told that it was emptied."""
+    def _next_chunk(self, upload: _Upload) -> bytes:
+        """What is to be sent; nothing of a file that has been emptied, which is then `astray`."""
         try:
             with upload.path.open("rb") as file:
                 file.seek(upload.offset - len(upload.tail))
                 data = file.read(len(upload.tail) + CHUNK_BYTES)
         except OSError:  # not made yet, or its disk is gone: there is nothing to send
             return b""
-        if data.startswith(upload.tail):
-            return data[len(upload.tail) :]
-        if not upload.was_emptied:
-            return None
-        upload.base += upload.offset
-        upload.offset, upload.tail = 0, b""
-        return self._next_chunk(upload)
+        upload.astray = upload.astray or not data.startswith(upload.tail)
+        return b"" if upload.astray else data[len(upload.tail) :]
 
     def _settle(self, upload: _Upload) -> None:
         upload.settled = True
