@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -173,6 +176,15 @@ def test_a_line_that_nobody_reads_is_no_error():
         for _ in range(2):
             tell(stream, "is anybody there?")
     tell(None, "`>&-`")
+
+
+def test_a_line_for_which_there_is_no_room_is_lost_and_not_all_that_come(tmp_path):
+    path: Path = tmp_path / "up.log"
+    with path.open("w") as stream:
+        full = Mock(wraps=stream, flush=Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        tell(full, "hello")
+        tell(stream, "there is room again")
+    assert path.read_text().endswith("there is room again\n")
 
 
 WAITING = """

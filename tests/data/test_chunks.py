@@ -134,6 +134,8 @@ def test_what_cannot_be_split(data, tmp_path):
         split(tmp_path / "no.jsonl", 2)
     with pytest.raises(DataError, match="cannot be split"):
         split(tmp_path, 2)
+    with pytest.raises(DataError, match="cannot be split: File name too long"):
+        split(tmp_path / f"{'x' * 300}.jsonl", 2)
     (tmp_path / "train-0-of-1.jsonl").symlink_to(data)
     with pytest.raises(UsageError, match="replaced by a chunk of itself"):
         split(data, 1)

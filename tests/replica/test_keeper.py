@@ -13,7 +13,7 @@ import torch
 from manyhands.checkpoint.store import Store
 from manyhands.checkpoint.tree import flatten
 from manyhands.collectives.messages import Record
-from manyhands.core.errors import Malformed
+from manyhands.core.errors import Malformed, UsageError
 from manyhands.core.peers import NO_VIEW
 from manyhands.replica.conductor import Base
 from manyhands.replica.keeper import Keeper, NotSaved, Saved
@@ -40,6 +40,15 @@ def test_what_was_loaded_is_not_saved_again_before_something_was_applied(tmp_pat
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     keeper.save_last(Base(5, bytes(16), RECORD), 4)
     assert [place.round for place in Store(tmp_path).places()] == [3, 4]
+
+
+def test_a_place_is_named_without_its_secrets():
+    keeper = keeper_of("memory://user:s3cr3t@host/x?sig=AKIA")
+    keeper._found = 3
+    with pytest.raises(UsageError, match="up to round 3") as caught:
+        keeper.check_free()
+    assert "s3cr3t" not in str(caught.value)
+    assert "AKIA" not in str(caught.value)
 
 
 def test_an_error_of_any_kind_costs_one_checkpoint(tmp_path, monkeypatch, caplog):

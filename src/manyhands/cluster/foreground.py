@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from manyhands.core.errors import ManyhandsError
 
 READY_LINE = "Now, cluster is ready to accept training jobs."
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOBODY = (errno.EPIPE, errno.EIO, errno.EBADF)  # no reader, no terminal, no stream any more
 _DONE = 0  # no signal has this number
 
 
@@ -31,7 +33,9 @@ def tell(stream: TextIO | None, text: str) -> None:
     try:
         stream.write(f"{text}\n")
         stream.flush()
-    except OSError:
+    except OSError as error:
+        if error.errno not in _NOBODY:  # a disk that is full may have room for the next one
+            return
         # What is left in its buffer, and all that is to come, goes nowhere.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())

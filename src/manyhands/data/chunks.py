@@ -37,13 +37,13 @@ def split(data: Path, num: int, folder: Path | None = None) -> dict[Path, int]:
         raise UsageError(f"{num} chunks cannot be made", hint="1 or more")
     folder = data.parent if folder is None else folder
     chunks = [folder / f"{data.stem}-{n}-of-{num}{data.suffix}" for n in range(num)]
-    if data.exists() and not (data.is_file() or data.is_dir()):
-        # Who opens a pipe waits for its writer, and some devices have no end.
-        raise UsageError(
-            f"{data} is no plain file, but a pipe, a device or a socket",
-            hint="write what comes from it to a file first",
-        )
     try:
+        if data.exists() and not (data.is_file() or data.is_dir()):
+            # Who opens a pipe waits for its writer, and some devices have no end.
+            raise UsageError(
+                f"{data} is no plain file, but a pipe, a device or a socket",
+                hint="write what comes from it to a file first",
+            )
         folder.mkdir(parents=True, exist_ok=True)
         with data.open("rb") as source:
             if source.peek(len(_GZIP)).startswith(_GZIP):

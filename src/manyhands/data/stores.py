@@ -88,8 +88,9 @@ def named(what: str) -> Generator[None]:
         error = _outage(error) or error
         if isinstance(error, _NOT_THERE):
             raise NotThere(f"{what}: there is no such file or folder") from None
-        number = error.errno if isinstance(error, OSError) else None
-        reason = os.strerror(number) if number else f"{type(error).__name__} {error}".strip()
+        number = (error.errno or 0) if isinstance(error, OSError) else 0
+        # Those of looking up a name are below 0.
+        reason = os.strerror(number) if number > 0 else f"{type(error).__name__} {error}".strip()
         raise DataError(
             f"{what}: {redacted(reason)[:500]}",  # it may quote a password
             hint=_RANGES[1] if _RANGES[0] in reason else _HINTS.get(type(error).__name__),
@@ -106,7 +107,8 @@ def _outage(error: Exception) -> BaseException | None:
     if type(cause).__module__.partition(".")[0] == "aiohttp":
         return None if getattr(cause, "status", None) in _GONE else cause
     # Those of other packages mean what they are called: a hub's answer may be an OSError too.
-    return cause if isinstance(cause, OSError) and type(cause).__module__ == "builtins" else None
+    is_ours = type(cause).__module__ in ("builtins", "socket")
+    return cause if isinstance(cause, OSError) and is_ours else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from manyhands.checkpoint.store import Checkpoint, Store
 from manyhands.checkpoint.tree import unflatten
 from manyhands.collectives.messages import Record
 from manyhands.core.errors import CheckpointError, Malformed, UsageError
+from manyhands.data.secret import redacted
 from manyhands.replica.conductor import Base
 from manyhands.replica.description import check_saved
 from manyhands.replica.openings import Openings
@@ -61,7 +62,7 @@ class Keeper:
     ) -> None:
         """Every so many rounds, in the place that the options name."""
         assert options.checkpoints is not None
-        self._place = os.fspath(options.checkpoints)
+        self.place = redacted(os.fspath(options.checkpoints))
         self._store = Store(options.checkpoints, keep=options.keep)
         self._state, self._description, self._every = state, description, every
         self._every_one, self._wanted = options.save_all, False
@@ -179,7 +180,7 @@ class Keeper:
         """
         if self._found is not None:
             raise UsageError(
-                f"{self._place} has checkpoints of an earlier run, up to round {self._found}, "
+                f"{self.place} has checkpoints of an earlier run, up to round {self._found}, "
                 "which would be taken for this one's",
                 hint='to go on from there, resume=True (manyhands run --resume), or "auto"; to '
                 "begin anew, name another place or remove them",

@@ -476,7 +476,7 @@ class Session:
             log.warning(
                 "no checkpoint in %s: waiting for a peer that has a state "
                 "(if there is none: Ctrl-C, and start without resuming)",
-                self._options.checkpoints,
+                self._keeper.place,
             )
             return None
         return base.open(about)

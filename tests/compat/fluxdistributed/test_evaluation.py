@@ -90,6 +90,15 @@ def test_one_output_is_a_number_and_its_labels_are_no_classes(wide):
     assert result.history[-1].keys() == {"step", "val/loss"}
 
 
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()])
+def test_one_output_has_one_class_where_the_loss_is_of_classes(loss):
+    """On a GPU torch would end the process."""
+    table = torch.utils.data.TensorDataset(torch.randn(20, 3), torch.arange(20) % 2)
+    setup, buffer = prepare_training(nn.Linear(3, 1), table, ["cpu"], SGD, 4)
+    with pytest.raises(UsageError, match="class 1, but the model has 1 outputs"):
+        train(loss, setup, buffer, logger=quiet)
+
+
 def test_rows_have_the_keys_of_all_loggers():
     rows = []
     _, result = trained(

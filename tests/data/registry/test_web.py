@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -103,6 +104,7 @@ class HubError(OSError):
         (HubError("404 Client Error"), NotThere),
         (TimeoutError("x"), DataError),
         (ConnectionResetError("x"), DataError),
+        (socket.gaierror(-3, "Temporary failure in name resolution"), DataError),
     ],
     ids=repr,
 )
@@ -110,6 +112,13 @@ def test_what_is_behind_a_file_that_is_not_there(cause, kind):
     with pytest.raises(DataError) as caught, named("x cannot be read"):
         raise FileNotFoundError("x") from cause
     assert type(caught.value) is kind
+
+
+def test_a_name_that_nobody_knows_is_said_in_words():
+    with pytest.raises(DataError, match="Temporary failure in name resolution"), named("x"):
+        raise FileNotFoundError("x") from socket.gaierror(
+            -3, "Temporary failure in name resolution"
+        )
 
 
 LINES = """

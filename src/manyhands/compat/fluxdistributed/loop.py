@@ -24,7 +24,7 @@ from manyhands.compat.fluxdistributed.ballot import Verdict, confirm, share, vot
 from manyhands.compat.fluxdistributed.buffer import Kept, Slot, check_nans
 from manyhands.compat.fluxdistributed.errors import BadGradient, Bystander, TrainingBroken
 from manyhands.compat.fluxdistributed.feed import Batch, Feed
-from manyhands.compat.fluxdistributed.metrics import Judge, check_classes
+from manyhands.compat.fluxdistributed.metrics import Judge, check_classes, is_of_classes
 from manyhands.compat.fluxdistributed.optimizers import Pace, rate_of
 from manyhands.compat.fluxdistributed.saving import Standing, Terms, Where, save
 from manyhands.compat.fluxdistributed.step import (
@@ -227,8 +227,10 @@ class Loop:
         if replica.chance:
             self._seed()
 
+        of_classes = is_of_classes(self._course.loss)
+
         def check(output: Any, start: int, stop: int) -> None:  # noqa: ANN401
-            check_classes(output, cut(batch.y, start, stop))
+            check_classes(output, cut(batch.y, start, stop), of_classes=of_classes)
 
         x, y = each((batch.x, batch.y), lambda tensor: tensor.to(replica.device))
         return compute(

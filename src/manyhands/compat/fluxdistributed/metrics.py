@@ -16,6 +16,8 @@ from typing import Any, TextIO, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import CrossEntropyLoss, NLLLoss
+from torch.nn.functional import cross_entropy, nll_loss
 
 from manyhands.compat.fluxdistributed.feed import Bad, share_of
 from manyhands.compat.fluxdistributed.step import (
@@ -83,15 +85,28 @@ def ids_of(output: Tensor, labels: Tensor) -> Tensor:
     return labels.to(output.device, torch.int64)
 
 
-def check_classes(output: Any, labels: Any, *, ranked: bool = False) -> None:  # noqa: ANN401
+def is_of_classes(loss: object) -> bool:
+    """Whether whole numbers are classes to this loss, however many outputs there are."""
+    functions = (cross_entropy, nll_loss)
+    return any(loss is one for one in functions) or isinstance(loss, CrossEntropyLoss | NLLLoss)
+
+
+def check_classes(
+    output: Any,  # noqa: ANN401
+    labels: Any,  # noqa: ANN401
+    *,
+    ranked: bool = False,
+    of_classes: bool = False,
+) -> None:
     """Labels that are ids have a column in the output; they had better be in the machine's memory.
 
     On a GPU torch's own check ends the process. For a loss a negative one may mean something
-    (ignore_index), and one column is a number, no class; `ranked` have neither.
+    (ignore_index), and one column is a number, no class, unless the loss is `of_classes`; `ranked`
+    have neither.
     """
     if not (isinstance(output, Tensor) and isinstance(labels, Tensor) and output.dim() == 2):
         return
-    if output.shape[1] == 1 and not ranked:
+    if output.shape[1] == 1 and not (ranked or of_classes):
         return
     if labels.dim() == 1 and not labels.is_floating_point() and len(labels):
         least = int(labels.min()) if ranked else 0
