@@ -198,7 +198,7 @@ def stages(result: dict) -> list[str]:
             f"{row['ratio_to_naive']:.2f}x",
             f"{row['ratio_to_torch']:.2f}x",
             f"{row['bubble']:.1%}" if several else "",
-            f"{row['queued']:.1%}" if several else "",
+            f"{row['queued']:.1%}" if several and row["queued"] is not None else "",
             f"{row['bubble_in_theory']:.1%}" if several else "",
         ]
         lines.append(_row(WAYS[row["way"]], cells))
