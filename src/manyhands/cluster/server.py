@@ -39,6 +39,10 @@ from manyhands.links.tls import server_context
 
 PORT = 12347
 _GRACE_S = 5  # for answers that are being written when the server closes
+_WAYS_OUT = {
+    errno.EADDRINUSE: "is another one up? `manyhands down` ends it; or choose another --bind",
+    errno.EACCES: "ports below 1024 are root's: choose another --bind",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -285,8 +289,9 @@ def listen(bind: str) -> socket.socket:
         sock.close()
         raise SettingsError(
             f"the coordinator cannot listen at {host_port(host, port)}: {error.strerror}",
-            hint="is another one up? `manyhands down` ends it; or choose another --bind"
-            if error.errno == errno.EADDRINUSE
-            else "an address of this machine is wanted; --bind 0.0.0.0:PORT takes all of them",
+            hint=_WAYS_OUT.get(
+                error.errno or 0,
+                "an address of this machine is wanted; --bind 0.0.0.0:PORT takes all of them",
+            ),
         ) from None
     return sock

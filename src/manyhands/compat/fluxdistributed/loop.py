@@ -192,7 +192,7 @@ class Loop:
             value = self._computed(batch, before)
         except Exception as error:
             if not is_out_of_memory(error):
-                if batch.rows == 1 and isinstance(error, ValueError):  # as BatchNorm1d says it
+                if batch.rows == 1 and "more than 1 value per channel" in str(error):
                     error.add_note(_ALONE)
                 raise
             own = error
