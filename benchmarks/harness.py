@@ -36,9 +36,9 @@ def peaks_of(pids: list[int]) -> int:
 
 
 def memory_of(pid: int | str, field: str) -> int:
-    """One line of a process's status, in bytes."""
+    """One line of a process's status, in bytes; none of one that has ended: a broker's helpers do."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
 
 
 def cpu_of(pids: list[int]) -> float:
