@@ -36,7 +36,7 @@ def peaks_of(pids: list[int]) -> int:
 
 
 def memory_of(pid: int | str, field: str) -> int:
-    """One line of a process's status, in bytes; 0 of one that has ended, as helpers of brokers do."""
+    """One line of a process's status, in bytes; 0 if it has ended (helpers of a broker)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
 
