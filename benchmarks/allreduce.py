@@ -9,14 +9,15 @@ and take turns: a few rounds over one link, then over the next, so that a distur
 meets them alike. Each round averages fresh numbers, begins with a barrier over gloo, and counts as
 long as its slowest peer took. `engine`: `team` is what the torch backend does (fixed roster, in
 place), `rounds` the elastic engine (any roster; a result of its own, kept until it is stable).
-`cpu_s` is of all peers and the meeting point. `extra_peak_bytes`: what a peer's process grew by, at
-most, from before it opened this link until the end of the first turn, without the tensor itself;
-the other links' memory is theirs, and what the process had free was given back before. Code counts
-for whoever runs it first: up to 20 MB. `bare` is the least that a relay does (bare_relay.py),
-`bare-amqp` the least that a client of a broker does (bare_broker.py): what is above them is what
-windows, leases, resuming and checks cost. hivemind runs if it is installed
-(extra `bench`), and after the others have ended: its processes are busy while nobody asks for
-anything, and slowed all others down by a fifth.
+`cpu_s` is of all peers and the meeting point; `threads` says which of the peers' threads took how
+much of it, in all and in the kernel, and how often they slept (gloo's are the barrier's, too).
+`extra_peak_bytes`: what a peer's process grew by, at most, from before it opened this link until
+the end of the first turn, without the tensor itself; the other links' memory is theirs, and what
+the process had free was given back before. Code counts for whoever runs it first: up to 20 MB.
+`bare` is the least that a relay does (bare_relay.py), `bare-amqp` the least that a client of a
+broker does (bare_broker.py): what is above them is what windows, leases, resuming and checks cost.
+hivemind runs if it is installed (extra `bench`), and after the others have ended: its processes are
+busy while nobody asks for anything, and slowed all others down by a fifth.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from bare_broker import BareBrokerPeer
 from bare_relay import BarePeer
 from guardian import guarded
 from harness import (
+    Threads,
     Worker,
     bare_relay_process,
     cpu_of,
     forget_peaks,
     hub_process,
     machine,
+    mean_of_threads,
     memory_of,
     peaks_of,
     quantile,
@@ -230,18 +233,25 @@ def take_turn(one, rounds: int, rank: int, size: int, numel: int) -> dict:
     import torch
     import torch.distributed as dist
 
-    times, cpus, sent = [], 0.0, 0
+    times, cpus, main, sent = [], 0.0, 0.0, 0
     identical, error = True, 0.0
+    threads = Threads()
     for n in range(WARM_UP + rounds):
+        if n == WARM_UP:
+            threads = Threads()
         mine = torch.Generator().manual_seed(1000 * n + rank)
         one.tensor.normal_(generator=mine)
         dist.barrier()
-        cpu, before, start = time.process_time(), one.bytes_sent, time.perf_counter()
+        cpu, here, before = time.process_time(), time.thread_time(), one.bytes_sent
+        start = time.perf_counter()
         one.average()
         if n >= WARM_UP:
             times.append(time.perf_counter() - start)
             cpus += time.process_time() - cpu
+            main += time.thread_time() - here
             sent += one.bytes_sent - before
+    taken = threads.since()
+    taken["main"] = {"cpu_s": main}  # without the fresh numbers and the barrier
     if one.extra is None:  # the first rounds of all take the memory that later ones use again
         one.extra = memory_of("self", "VmHWM") - one.base
     for n in range(CHECKED):
@@ -262,6 +272,7 @@ def take_turn(one, rounds: int, rank: int, size: int, numel: int) -> dict:
     return {
         "times": times,
         "cpu": cpus,
+        "threads": taken,
         "sent": sent / rounds,
         "identical": identical,
         "error": error,
@@ -405,6 +416,7 @@ def row_of(size: int, mbytes: int, variant: dict, turns: list) -> dict:
         "cpu_s": sum(a["cpu"] for turn in turns for a in turn) / rounds
         + sum(turn[0]["meeting_cpu"] for turn in turns) / all_rounds,
         "meeting_point_cpu_s": sum(turn[0]["meeting_cpu"] for turn in turns) / all_rounds,
+        "threads": mean_of_threads((a.get("threads", {}) for turn in turns for a in turn), rounds),
         "bytes_sent_per_peer": statistics.median(a["sent"] for turn in turns for a in turn),
         "identical": all(a["identical"] for turn in turns for a in turn),
         "max_error": max(a["error"] for turn in turns for a in turn),

@@ -9,10 +9,11 @@ of 32 a rank, new ones for every step. They stay alive and take turns: some step
 then over the next, so that a disturbance of the machine meets them alike. A step is forward,
 backward with DDP's all-reduce, and SGD; it counts as long as its slowest rank took, `steps_per_s`
 is of whole turns. The meeting point is a process too, without TLS, and `cpu_s` (a step) includes
-it. `identical`: all ranks have the same bits at the end; `difference_to_gloo`: the most that a
-parameter differs from gloo's then. `extra_peak_bytes`: what a rank's memory grew by from the
-beginning of a turn; in the first this includes the gradients. `bare` is DDP whose hook averages
-over a bare relay (bare_relay.py), while backward goes on: the least that any relay costs.
+it; `threads` says which of the ranks' threads took how much of it, in all and in the kernel, and
+how often they slept. `identical`: all ranks have the same bits at the end; `difference_to_gloo`:
+the most that a parameter differs from gloo's then. `extra_peak_bytes`: what a rank's memory grew by
+from the beginning of a turn; in the first this includes the gradients. `bare` is DDP whose hook
+averages over a bare relay (bare_relay.py), while backward goes on: the least that any relay costs.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from pathlib import Path
 from bare_relay import BarePeer
 from guardian import guarded
 from harness import (
+    Threads,
     Worker,
     bare_relay_process,
     cpu_of,
     forget_peaks,
     machine,
+    mean_of_threads,
     meeting_points,
     memory_of,
     peaks_of,
@@ -141,20 +144,23 @@ def take_turn(replica, optimizer, numbers, width: int, steps: int) -> dict:
     base = memory_of("self", "VmRSS")
     times = []
     dist.barrier()
-    sent, cpu, first = bytes_sent(), 0.0, 0.0
+    sent, threads, cpu, first = bytes_sent(), Threads(), 0.0, 0.0
     for n in range(total):
-        start = time.perf_counter()
         if n == WARM_UP:
-            sent, cpu, first = bytes_sent(), time.process_time(), start
+            sent, threads = bytes_sent(), Threads()
+            cpu, first = time.process_time(), time.perf_counter()
+        start = time.perf_counter()
         loss = cross_entropy(replica(inputs[n]), labels[n])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - start)
+    elapsed, cpu = time.perf_counter() - first, time.process_time() - cpu
     return {
         "times": times[WARM_UP:],
-        "elapsed": time.perf_counter() - first,
-        "cpu": time.process_time() - cpu,
+        "elapsed": elapsed,
+        "cpu": cpu,
+        "threads": threads.since(),
         "sent": (bytes_sent() - sent) / steps,
         "extra": max(0, memory_of("self", "VmHWM") - base),
         "loss": float(loss.detach()),
@@ -260,6 +266,7 @@ def row_of(backend: str, size: int, count: int, turns: list, difference: float |
         "turn_steps_per_s": rates,
         "cpu_s": sum(a["cpu"] for turn in turns for a in turn) / len(times) + meeting_cpu,
         "meeting_point_cpu_s": meeting_cpu,
+        "threads": mean_of_threads((a["threads"] for turn in turns for a in turn), len(times)),
         "bytes_sent_per_peer": statistics.median(a["sent"] for turn in turns for a in turn),
         "identical": len({a["digest"] for a in turns[-1]}) == 1,
         "difference_to_gloo": difference,

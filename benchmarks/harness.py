@@ -11,8 +11,10 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Self
@@ -48,6 +50,52 @@ def cpu_of(pids: list[int]) -> float:
         times = psutil.Process(pid).cpu_times()
         total += times.user + times.system
     return total
+
+
+class Threads:
+    """What this process's threads take from here on: seconds of CPU, of those in the kernel, and
+    how often they slept."""
+
+    def __init__(self) -> None:
+        self._before = self._all()
+
+    def since(self) -> dict[str, dict[str, float]]:
+        """By what they are for: the first word of a thread's name, for one of C++ the system's."""
+        known = {thread.native_id: thread.name for thread in threading.enumerate()}
+        total: dict[str, Counter[str]] = {}
+        for thread, (name, now) in self._all().items():
+            taken = Counter(now)
+            taken.subtract(self._before.get(thread, (name, Counter()))[1])
+            kind = known.get(thread, name).split()[0].replace("MainThread", "main")
+            total.setdefault(kind, Counter()).update(taken)
+        return {kind: dict(taken) for kind, taken in total.items() if taken["cpu_s"] > 0}
+
+    @staticmethod
+    def _all() -> dict[int, tuple[str, Counter[str]]]:
+        found = {}
+        for folder in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                run_ns = (folder / "schedstat").read_text().split()[0]
+                name, _, numbers = (folder / "stat").read_text().rpartition(")")
+                status = (folder / "status").read_text()
+                slept = status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]
+                taken = {
+                    "cpu_s": int(run_ns) / 1e9,
+                    "system_s": int(numbers.split()[12]) / os.sysconf("SC_CLK_TCK"),
+                    "sleeps": float(slept),
+                }
+                found[int(folder.name)] = name.partition("(")[2] or "?", Counter(taken)
+        return found
+
+
+def mean_of_threads(said: Iterable[dict[str, dict[str, float]]], steps: int) -> dict:
+    """What all processes together took a step, by what threads are for; the most first."""
+    total: dict[str, Counter[str]] = {}
+    for threads in said:
+        for kind, taken in threads.items():
+            total.setdefault(kind, Counter()).update(taken)
+    ordered = sorted(total.items(), key=lambda item: -item[1]["cpu_s"])
+    return {kind: {k: v / steps for k, v in taken.items()} for kind, taken in ordered}
 
 
 def store(target: Path, result: dict, asked: Sequence[str]) -> Path:

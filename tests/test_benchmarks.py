@@ -75,6 +75,9 @@ def test_allreduce(tmp_path: Path) -> None:
         for wire in ("fp32", "int8")
     }
     assert all(row["identical"] for row in rows)
+    for row in rows:
+        if row["engine"] in ("team", "rounds"):
+            assert row["threads"].keys() >= {"main", "send", "read", row["engine"]}
 
 
 def test_allreduce_of_hivemind(tmp_path: Path) -> None:
@@ -123,6 +126,9 @@ def test_ddp(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "ddp", *options, "--turns", "1", keys=keys)
     assert [row["link"] for row in rows] == ["gloo", "bare", "hub", "door", "amqp"]
     assert all(row["identical"] for row in rows)
+    for row in rows:
+        ours = {"send", "read", "team"} if row["link"] in ("hub", "door", "amqp") else set()
+        assert row["threads"].keys() >= {"main"} | ours
 
 
 TRAINING = AVERAGING | {
