@@ -38,17 +38,22 @@ def hub():
         yield made
 
 
-@pytest.fixture(params=("local", "hub"))
+def address_of(kind, hub, request) -> str:
+    if kind == "amqp":
+        return request.getfixturevalue("broker").url()
+    return "local://" if kind == "local" else f"{hub.address}?insecure=1"
+
+
+@pytest.fixture(params=("hub", "amqp"), scope="module")  # as the hub
 def url(request, hub):
-    return "local://" if request.param == "local" else f"{hub.address}?insecure=1"
+    """Between machines; what is the engine's alone is tested with threads of one process."""
+    return address_of(request.param, hub, request)
 
 
-@pytest.fixture(params=("local", "hub", "amqp"), scope="module")  # as the hub
+@pytest.fixture(params=("local", "hub", "amqp"), scope="module")
 def every_url(request, hub):
     """With the links that codecs and their feedback are carried by: all of them."""
-    if request.param == "amqp":
-        return request.getfixturevalue("broker").url()
-    return "local://" if request.param == "local" else f"{hub.address}?insecure=1"
+    return address_of(request.param, hub, request)
 
 
 @pytest.fixture
