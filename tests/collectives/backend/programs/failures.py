@@ -244,13 +244,14 @@ def train_with_a_hook_until_error(victim: int) -> dict[str, object]:
 
 
 def all_reduce_until_error() -> dict[str, object]:
-    """Returns how long the one that failed took."""
+    """Returns how long the one that failed took, and when that was."""
     tensor = torch.ones(SPLIT)
     while True:
         start_s = time.monotonic()
         error = error_of(lambda: dist.all_reduce(tensor))
         if error:
-            return {"error": error, "took_s": time.monotonic() - start_s}
+            now_s = time.monotonic()
+            return {"error": error, "took_s": now_s - start_s, "at_s": now_s}
         tensor.fill_(1.0)
 
 
