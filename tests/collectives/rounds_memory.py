@@ -1,8 +1,8 @@
 """One member that measures what rounds cost it in memory, besides the tensors themselves.
 
-    python -m tests.collectives.rounds_memory URL RUN NAME NUM MIB NUM_ROUNDS WIRE LATE_S
+    python -m tests.collectives.rounds_memory URL RUN NAME NUM MIB NUM_ROUNDS WIRE LATE_S DTYPE
 
-It is one of NUM. Prints one JSON object: `base` is what the process has resident with the tensors
+It is one of NUM, with tensors of MIB and DTYPE. Prints one JSON object: `base` is what the process has resident with the tensors
 and the engine in place, before any round; `peaks` the most it had resident during each round since,
 in bytes; `member` of each round whether this peer took part in it, or just followed;
 `founder`: it was the member of the first rounds, which the others followed.
@@ -54,14 +54,22 @@ def wait_for_the_end(rounds: Rounds, num_rounds: int) -> None:
 
 
 def main(
-    url: str, run: str, name: str, num: int, mib: int, num_rounds: int, wire: str, late_s: float
+    url: str,
+    run: str,
+    name: str,
+    num: int,
+    mib: int,
+    num_rounds: int,
+    wire: str,
+    late_s: float,
+    dtype: torch.dtype,
 ):
     torch.set_num_threads(1)
     mail = Mail()
     # Many layers, of which some are large: as in a model.
-    numel = mib * (1 << 20) // 4
+    numel = mib * (1 << 20) // dtype.itemsize
     sizes = [numel // 2, numel // 4, *[numel // 4 // 64] * 64]
-    tensors = [torch.ones(size) for size in sizes]
+    tensors = [torch.ones(size, dtype=dtype) for size in sizes]
     # The second follows the first's rounds before it takes part: it must not fall behind.
     settings = LinkSettings(terms=Terms(watch_bytes=1 << 30))
     with open_link(url, run=run, name=name, place=mail, settings=settings) as link:
@@ -102,5 +110,6 @@ def main(
 
 
 if __name__ == "__main__":
-    url, run, name, num, mib, num_rounds, wire, late_s = sys.argv[1:]
-    main(url, run, name, int(num), int(mib), int(num_rounds), wire, float(late_s))
+    url, run, name, num, mib, num_rounds, wire, late_s, dtype = sys.argv[1:]
+    what = (int(num), int(mib), int(num_rounds), wire, float(late_s), getattr(torch, dtype))
+    main(url, run, name, *what)

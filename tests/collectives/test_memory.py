@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 
-def measure(mib, num_rounds, *, num=2, wire="fp32", late_s=0.0, url=None):
+def measure(mib, num_rounds, *, num=2, wire="fp32", late_s=0.0, dtype="float32", url=None):
     """Members in processes of their own; the last one contributes that much later.
 
     At a hub, if there is no `url`.
@@ -30,7 +30,7 @@ def measure(mib, num_rounds, *, num=2, wire="fp32", late_s=0.0, url=None):
                 [
                     *(sys.executable, "-m", "tests.collectives.rounds_memory", url, "run"),
                     *(f"p{k}", str(num), str(mib), str(num_rounds), wire),
-                    str(late_s * (k == num - 1)),
+                    *(str(late_s * (k == num - 1)), dtype),
                 ],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
@@ -93,6 +93,12 @@ def test_what_int8_owes_is_memory_too():
     for one in said:
         as_member = zip(one["extra"], one["member"], strict=True)
         assert max(extra for extra, member in as_member if member) <= (256 + 128) * MIB
+
+
+def test_what_int8_owes_of_narrow_floats_is_more_than_a_result_of_their_size():
+    """The bound that docs/rounds.md says for them: twice as many values in the same memory."""
+    coded, owed = 128 * (1 / 2 + 1 / 128), 128 * (1 + 1 / 128)
+    check(measure(128, 4, wire="int8", dtype="bfloat16"), coded, state_mib=owed + coded)
 
 
 def test_memory_is_used_again():
