@@ -2,10 +2,10 @@
 
     python -m tests.collectives.rounds_memory URL RUN NAME NUM MIB NUM_ROUNDS WIRE LATE_S DTYPE
 
-It is one of NUM, with tensors of MIB and DTYPE. Prints one JSON object: `base` is what the process has resident with the tensors
-and the engine in place, before any round; `peaks` the most it had resident during each round since,
-in bytes; `member` of each round whether this peer took part in it, or just followed;
-`founder`: it was the member of the first rounds, which the others followed.
+It is one of NUM, with tensors of MIB and DTYPE. Prints one JSON object: `base` is what the process
+has resident with the tensors and the engine in place, before any round; `peaks` the most it had
+resident during each round since, in bytes; `member` of each round whether this peer took part in
+it, or just followed; `founder`: it was the member of the first rounds, which the others followed.
 """
 
 from __future__ import annotations
