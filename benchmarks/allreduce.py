@@ -16,6 +16,10 @@ the end of the first turn, without the tensor itself; the other links' memory is
 the process had free was given back before. Code counts for whoever runs it first: up to 20 MB.
 `bare` is the least that a relay does (bare_relay.py), `bare-amqp` the least that a client of a
 broker does (bare_broker.py): what is above them is what windows, leases, resuming and checks cost.
+After its clock each round is checked: if not every peer has the mean of what all gave, but for what
+a codec may round off (`AVERAGED`; some values from all over the tensor), it is one of `void_rounds`
+and its time is not counted; CPU and bytes are of all rounds. A few more of each turn are compared
+whole: `identical`, `max_error`. Bytes that nobody counts (gloo's) are null.
 hivemind runs if it is installed (extra `bench`), and after the others have ended: its processes are
 busy while nobody asks for anything, and slowed all others down by a fifth.
 """
@@ -48,6 +52,7 @@ from harness import (
     hub_process,
     machine,
     mean_of_threads,
+    median_sent,
     memory_of,
     peaks_of,
     quantile,
@@ -59,7 +64,9 @@ from manyhands.testing.processes import end_tree
 
 FOREIGN_TURN_S = 90.0  # hivemind may look for its group for good; a turn takes up to 40 s
 WARM_UP = 3
-CHECKED = 2  # rounds of each turn whose result is compared with the true mean
+CHECKED = 2  # more rounds of each turn, whose whole result is compared with the true mean
+PICKED = 4096  # values of a round that are
+AVERAGED = 0.25  # how far off they may be: no codec rounds so much off, and no two peers agree so
 
 
 # -- one peer -------------------------------------------------------------------------------------
@@ -72,7 +79,7 @@ class GlooPeer:
         import torch
 
         self.tensor = torch.zeros(numel)
-        self.bytes_sent = 0
+        self.bytes_sent = None  # nobody counts
 
     def average(self) -> None:
         import torch.distributed as dist
@@ -233,25 +240,27 @@ def take_turn(one, rounds: int, rank: int, size: int, numel: int) -> dict:
     import torch
     import torch.distributed as dist
 
-    times, cpus, main, sent = [], 0.0, 0.0, 0
+    times, averaged, cpus, main = [], [], 0.0, 0.0
     identical, error = True, 0.0
     threads = Threads()
     for n in range(WARM_UP + rounds):
         if n == WARM_UP:
-            threads = Threads()
+            threads, before = Threads(), one.bytes_sent
         mine = torch.Generator().manual_seed(1000 * n + rank)
         one.tensor.normal_(generator=mine)
+        given = picked(one.tensor)
         dist.barrier()
-        cpu, here, before = time.process_time(), time.thread_time(), one.bytes_sent
+        cpu, here = time.process_time(), time.thread_time()
         start = time.perf_counter()
         one.average()
         if n >= WARM_UP:
             times.append(time.perf_counter() - start)
             cpus += time.process_time() - cpu
             main += time.thread_time() - here
-            sent += one.bytes_sent - before
+            averaged.append(have_the_mean(given, picked(one.tensor)))
     taken = threads.since()
-    taken["main"] = {"cpu_s": main}  # without the fresh numbers and the barrier
+    taken["main"] = {"cpu_s": main}  # without the fresh numbers, the barrier and the check
+    sent = None if before is None else (one.bytes_sent - before) / rounds
     if one.extra is None:  # the first rounds of all take the memory that later ones use again
         one.extra = memory_of("self", "VmHWM") - one.base
     for n in range(CHECKED):
@@ -271,13 +280,36 @@ def take_turn(one, rounds: int, rank: int, size: int, numel: int) -> dict:
         identical &= all(torch.equal(said, other) for other in everybody)
     return {
         "times": times,
+        "averaged": averaged,
         "cpu": cpus,
         "threads": taken,
-        "sent": sent / rounds,
+        "sent": sent,
         "identical": identical,
         "error": error,
         "extra": one.extra,
     }
+
+
+def picked(tensor):
+    """A copy of some of its values, from all over it."""
+    return tensor[:: max(1, tensor.numel() // PICKED)].clone()
+
+
+def have_the_mean(given, result) -> bool:
+    """Whether all peers have it, by what was `picked` of what each gave and has. All call it."""
+    import torch
+    import torch.distributed as dist
+
+    both = torch.stack([given, result])
+    everybody = [torch.empty_like(both) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, both)
+    given_by_all, results = torch.stack(everybody).double().unbind(1)
+    return is_mean(given_by_all, results)
+
+
+def is_mean(given, results) -> bool:
+    """Whether each row of `results` is the mean of the rows of `given`; of a NaN nothing is."""
+    return bool(((results - given.mean(0)).abs() <= AVERAGED).all())
 
 
 # -- the whole ------------------------------------------------------------------------------------
@@ -350,7 +382,8 @@ def measure_in_turns(
                 answers[0]["meeting_peak"] = peaks_of(pids)
                 said[n].append(answers)
                 tell(size, mbytes, turn, variant, answers)
-    return [row_of(size, mbytes, variant, turns) for variant, turns in zip(plan, said, strict=True)]
+    rows = [row_of(size, mbytes, variant, turns) for variant, turns in zip(plan, said, strict=True)]
+    return [row for row in rows if row is not None]
 
 
 def measure_hivemind(size: int, mbytes: int, args) -> list:
@@ -380,7 +413,8 @@ def measure_hivemind(size: int, mbytes: int, args) -> list:
             print(f"hivemind is given up for {size} x {mbytes} MB: {error}", file=sys.stderr)
             for worker in crew:
                 end_tree(worker.process, patience_s=0.0)
-    return [row_of(size, mbytes, variant, said)] if said else []
+    row = row_of(size, mbytes, variant, said) if said else None
+    return [] if row is None else [row]
 
 
 def tell(size: int, mbytes: int, turn: int, variant: dict, answers: list) -> None:
@@ -391,15 +425,15 @@ def tell(size: int, mbytes: int, turn: int, variant: dict, answers: list) -> Non
     )
 
 
-def row_of(size: int, mbytes: int, variant: dict, turns: list) -> dict:
-    # A round takes as long as its slowest peer.
-    times = sorted(max(t) for turn in turns for t in zip(*(a["times"] for a in turn), strict=True))
-    rounds = len(times)
-    all_rounds = sum(len(turn[0]["times"]) + WARM_UP + CHECKED for turn in turns)
-    medians = [
-        statistics.median(max(t) for t in zip(*(a["times"] for a in turn), strict=True))
-        for turn in turns
-    ]
+def row_of(size: int, mbytes: int, variant: dict, turns: list) -> dict | None:
+    """None if no round has averaged: there is nothing to time."""
+    by_turn = [times_of(turn) for turn in turns]
+    times = sorted(t for turn in by_turn for t in turn)
+    if not times:
+        print(f"{variant} averaged in no round of {size} x {mbytes} MB: no row", file=sys.stderr)
+        return None
+    rounds = sum(len(turn[0]["times"]) for turn in turns)
+    all_rounds = rounds + len(turns) * (WARM_UP + CHECKED)
     return {
         "link": variant["link"].removesuffix("+tls"),
         "tls": variant["link"].endswith("+tls"),
@@ -407,22 +441,30 @@ def row_of(size: int, mbytes: int, variant: dict, turns: list) -> dict:
         "peers": size,
         "mbytes": mbytes,
         "wire": variant["wire"],
-        "rounds": rounds,
+        "rounds": len(times),
+        "void_rounds": rounds - len(times),
         "turns": len(turns),
         "median_s": statistics.median(times),
         "p10_s": quantile(times, 0.1),
         "p90_s": quantile(times, 0.9),
-        "turn_medians_s": medians,
+        "turn_medians_s": [statistics.median(turn) if turn else None for turn in by_turn],
         "cpu_s": sum(a["cpu"] for turn in turns for a in turn) / rounds
         + sum(turn[0]["meeting_cpu"] for turn in turns) / all_rounds,
         "meeting_point_cpu_s": sum(turn[0]["meeting_cpu"] for turn in turns) / all_rounds,
         "threads": mean_of_threads((a.get("threads", {}) for turn in turns for a in turn), rounds),
-        "bytes_sent_per_peer": statistics.median(a["sent"] for turn in turns for a in turn),
+        "bytes_sent_per_peer": median_sent(a for turn in turns for a in turn),
         "identical": all(a["identical"] for turn in turns for a in turn),
         "max_error": max(a["error"] for turn in turns for a in turn),
         "extra_peak_bytes": max(a["extra"] for turn in turns for a in turn),
         "meeting_point_peak_bytes": max(turn[0]["meeting_peak"] for turn in turns),
     }
+
+
+def times_of(turn: list) -> list[float]:
+    """Of the rounds that averaged; each took as long as its slowest peer."""
+    slowest = [max(times) for times in zip(*(a["times"] for a in turn), strict=True)]
+    averaged = [all(said) for said in zip(*(a["averaged"] for a in turn), strict=True)]
+    return [time for time, counts in zip(slowest, averaged, strict=True) if counts]
 
 
 def free_port() -> int:
@@ -469,6 +511,8 @@ def main() -> None:
     if args.json:
         result = {"bench": "allreduce", "machine": machine(), "rows": rows}
         store(args.json, result, asked=args.link.split(","))
+    if wrong := [r for r in rows if r["link"] != "hivemind" and r["void_rounds"]]:
+        sys.exit(f"in {len(wrong)} of {len(rows)} rows there are rounds that did not average")
 
 
 def add_ratios(rows: list[dict]) -> None:
@@ -482,12 +526,13 @@ def add_ratios(rows: list[dict]) -> None:
 def show(rows: list[dict]) -> None:
     for r in rows:
         ratio = f"{r['times_gloo']:.2f}x gloo" if r["times_gloo"] else ""
+        void = f" void {r['void_rounds']} rounds of {r['rounds'] + r['void_rounds']}"
         print(
             f"{r['link'] + ('+tls' if r['tls'] else ''):9}{r['engine']:8}{r['peers']:2} peers "
             f"{r['mbytes']:3} MB {r['wire']:5}{1e3 * r['median_s']:8.1f} ms "
             f"({1e3 * r['p10_s']:.1f}-{1e3 * r['p90_s']:.1f}) {ratio:12} cpu {r['cpu_s']:.3f} s "
             f"extra {r['extra_peak_bytes'] / 1e6:.0f} MB same {r['identical']} "
-            f"error {r['max_error']:.1e}"
+            f"error {r['max_error']:.1e}{void * bool(r['void_rounds'])}"
         )
 
 

@@ -42,6 +42,7 @@ from harness import (
     forget_peaks,
     machine,
     mean_of_threads,
+    median_sent,
     meeting_points,
     memory_of,
     peaks_of,
@@ -144,10 +145,10 @@ def take_turn(replica, optimizer, numbers, width: int, steps: int) -> dict:
     base = memory_of("self", "VmRSS")
     times = []
     dist.barrier()
-    sent, threads, cpu, first = bytes_sent(), Threads(), 0.0, 0.0
+    threads, cpu, first = Threads(), 0.0, 0.0
     for n in range(total):
         if n == WARM_UP:
-            sent, threads = bytes_sent(), Threads()
+            counted, threads = bytes_sent(), Threads()
             cpu, first = time.process_time(), time.perf_counter()
         start = time.perf_counter()
         loss = cross_entropy(replica(inputs[n]), labels[n])
@@ -156,25 +157,26 @@ def take_turn(replica, optimizer, numbers, width: int, steps: int) -> dict:
         optimizer.zero_grad()
         times.append(time.perf_counter() - start)
     elapsed, cpu = time.perf_counter() - first, time.process_time() - cpu
+    sent = None if counted is None else (bytes_sent() - counted) / steps
     return {
         "times": times[WARM_UP:],
         "elapsed": elapsed,
         "cpu": cpu,
         "threads": threads.since(),
-        "sent": (bytes_sent() - sent) / steps,
+        "sent": sent,
         "extra": max(0, memory_of("self", "VmHWM") - base),
         "loss": float(loss.detach()),
     }
 
 
-def bytes_sent() -> int:
+def bytes_sent() -> int | None:
     """What this rank has sent over its link; of gloo and a bare relay nobody counts."""
     import torch
     import torch.distributed as dist
 
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     session = getattr(backend, "_session", None)
-    return 0 if session is None else session.team.link.bytes_sent
+    return None if session is None else session.team.link.bytes_sent
 
 
 # -- the whole ------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ def row_of(backend: str, size: int, count: int, turns: list, difference: float |
         "cpu_s": sum(a["cpu"] for turn in turns for a in turn) / len(times) + meeting_cpu,
         "meeting_point_cpu_s": meeting_cpu,
         "threads": mean_of_threads((a["threads"] for turn in turns for a in turn), len(times)),
-        "bytes_sent_per_peer": statistics.median(a["sent"] for turn in turns for a in turn),
+        "bytes_sent_per_peer": median_sent(a for turn in turns for a in turn),
         "identical": len({a["digest"] for a in turns[-1]}) == 1,
         "difference_to_gloo": difference,
         "extra_peak_bytes": max(a["extra"] for turn in turns for a in turn),

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import select
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -116,6 +117,12 @@ def store(target: Path, result: dict, asked: Sequence[str]) -> Path:
         )
     target.write_text(json.dumps(result, indent=1) + "\n")
     return target
+
+
+def median_sent(answers: Iterable[dict]) -> float | None:
+    """Bytes that a peer has sent; None of what nobody counts."""
+    sent = [answer["sent"] for answer in answers]
+    return None if None in sent else statistics.median(sent)
 
 
 def quantile(values: list[float], q: float) -> float:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from allreduce import CHECKED, WARM_UP
+from allreduce import CHECKED, WARM_UP, have_the_mean, picked
 from harness import cpu_of, forget_peaks, memory_of, peaks_of
 
 os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")  # what fails is told and repeated here
@@ -41,11 +41,14 @@ AVERAGE_S = 60.0
 
 
 class Took(NamedTuple):
-    """What an all-reduce took: seconds, CPU seconds of this peer, bytes of all peers."""
+    """What an all-reduce took: seconds, CPU seconds of this peer, bytes of all peers. `averaged`:
+    whether they had the mean then, for hivemind's own word that they do is not always true.
+    """
 
     seconds: float
     cpu: float
     sent: int
+    averaged: bool
 
 
 class HivemindPeer:
@@ -76,6 +79,7 @@ class HivemindPeer:
         for _ in range(ATTEMPTS):
             with self._averager.get_tensors() as (tensor,):
                 tensor.normal_(generator=torch.Generator().manual_seed(seed))
+                given = picked(tensor)
             step = self._averager.step(
                 wait=False, require_trigger=True, allow_retries=False, timeout=GROUP_S
             )
@@ -87,8 +91,9 @@ class HivemindPeer:
             done = self._average_in(step)
             seconds = time.perf_counter() - start
             cpu = cpu_of(self.pids) - cpu
+            sent = loopback_bytes() - sent
             if agreed(done):
-                return Took(seconds, cpu, loopback_bytes() - sent)
+                return Took(seconds, cpu, sent, have_the_mean(given, picked(self.tensor)))
         raise RuntimeError(f"hivemind failed to average {ATTEMPTS} times in a row")
 
     def _found_group(self, step: StepControl) -> bool:
@@ -158,6 +163,7 @@ def take_turn(one: HivemindPeer, rounds: int, rank: int, size: int, numel: int) 
         identical &= all(torch.equal(said, other) for other in everybody)
     return {
         "times": [t.seconds for t in took],
+        "averaged": [t.averaged for t in took],
         "cpu": sum(t.cpu for t in took),
         "sent": sum(t.sent for t in took) / rounds / size,
         "identical": identical,

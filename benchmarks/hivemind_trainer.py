@@ -102,7 +102,7 @@ class HivemindTrainer:
             "updates": updates,
             "step_s": seconds / counted,
             "cpu": cpu / counted,
-            "sent": 0,  # hivemind does not count
+            "sent": None,  # hivemind does not count
             "taken": taken / counted,
             "peak": peak,
             "extra": max(0, peak - base),

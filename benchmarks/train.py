@@ -53,6 +53,7 @@ from harness import (
     cpu_of,
     forget_peaks,
     machine,
+    median_sent,
     meeting_points,
     memory_of,
     peaks_of,
@@ -101,7 +102,7 @@ class Trainer:
     optimizer: Any
     loader: Any
     heap_kept: bool
-    bytes_sent: Callable[[], int] = lambda: 0
+    bytes_sent: Callable[[], int | None] = lambda: None  # nobody counts
 
     def epoch(self) -> Iterator[None]:
         """The loop that everybody runs; yields after each step."""
@@ -160,7 +161,8 @@ def trainer_of(job: Job, stack: contextlib.ExitStack) -> Trainer:
     if job.link in ("plain", "gloo"):
         loader = DataLoader(data, batch_sampler=Shares(job))
         model = distributed(module, job) if job.link == "gloo" else module
-        return Trainer(module, model, optimizer, loader, heap_kept)
+        sent = lambda: None if job.link == "gloo" else 0  # noqa: E731
+        return Trainer(module, model, optimizer, loader, heap_kept, sent)
 
     import manyhands as mh
 
@@ -207,17 +209,17 @@ def peer(job: Job) -> None:
 def take_turn(trainer: Trainer, job: Job) -> dict:
     forget_peaks(["self"])
     base = memory_of("self", "VmRSS")
-    sent, cpu, first = trainer.bytes_sent(), 0.0, 0.0
+    before, cpu, first = trainer.bytes_sent(), 0.0, 0.0
     for n, _ in enumerate(trainer.epoch(), 1):
         if n == WARM_UP:
             wait_for(job.device)
-            sent, cpu, first = trainer.bytes_sent(), time.process_time(), time.perf_counter()
+            before, cpu, first = trainer.bytes_sent(), time.process_time(), time.perf_counter()
     wait_for(job.device)
     counted = job.steps - WARM_UP
     return {
         "step_s": (time.perf_counter() - first) / counted,
         "cpu": (time.process_time() - cpu) / counted,
-        "sent": (trainer.bytes_sent() - sent) / counted,
+        "sent": None if before is None else (trainer.bytes_sent() - before) / counted,
         "taken": job.batch / job.size,
         "peak": memory_of("self", "VmHWM"),
         "extra": max(0, memory_of("self", "VmHWM") - base),
@@ -346,7 +348,7 @@ class Bench:
             "samples_taken": statistics.median(sum(a["taken"] for a in turn) for turn in turns),
             "cpu_s": statistics.median(sum(a["cpu"] for a in turn) for turn in turns) + meeting_cpu,
             "meeting_point_cpu_s": meeting_cpu,
-            "bytes_sent_per_peer": statistics.median(a["sent"] for turn in turns for a in turn),
+            "bytes_sent_per_peer": median_sent(a for turn in turns for a in turn),
             "identical": len({a["digest"] for a in turns[-1]}) == 1,
             "loss": turns[-1][0]["loss"],
             "difference_to_plain": difference(self._saved(link, size), self._saved("plain", 1)),

@@ -285,7 +285,9 @@ def _time(row: dict | None) -> str:
     if row is None:
         return ""
     times = f"{1e3 * row['median_s']:.1f} ({1e3 * row['p10_s']:.1f} to {1e3 * row['p90_s']:.1f})"
-    return times + (f", {row['times_gloo']:.2f}x" if row["times_gloo"] else "")
+    times += f", {row['times_gloo']:.2f}x" if row["times_gloo"] else ""
+    void = row.get("void_rounds", 0)  # their times are not among these
+    return times + (f"; {void} of {row['rounds'] + void} rounds did not average" if void else "")
 
 
 def _head(first: str, columns: list[str]) -> list[str]:

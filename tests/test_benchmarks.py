@@ -75,9 +75,58 @@ def test_allreduce(tmp_path: Path) -> None:
         for wire in ("fp32", "int8")
     }
     assert all(row["identical"] for row in rows)
+    assert {row["void_rounds"] for row in rows} == {0}
+    assert [row["link"] for row in rows if row["bytes_sent_per_peer"] is None] == ["gloo"]
     for row in rows:
         if row["engine"] in ("team", "rounds"):
-            assert row["threads"].keys() >= {"main", "send", "read", row["engine"]}
+            assert row["threads"].keys() >= {"main", "send", reader_of(row), row["engine"]}
+
+
+def reader_of(row: dict) -> str:
+    """Whose threads read what comes over that link; others may have read nothing meanwhile."""
+    return "inbox" if row["link"] == "amqp" else "read"
+
+
+def test_rounds_that_did_not_average_are_counted_and_not_timed(
+    allreduce: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variant = {"link": "hivemind", "engine": "hivemind", "wire": "fp32"}
+    common = {"cpu": 3.0, "sent": None, "identical": True, "error": 0.0, "extra": 0}
+    meeting = {"meeting_cpu": 0.0, "meeting_peak": 0}
+
+    def turn(*averaged: bool) -> list[dict]:
+        said = {"averaged": averaged, **common}
+        return [{"times": [5.0, 1.0, 2.0], **said, **meeting}, {"times": [1.0, 4.0, 3.0], **said}]
+
+    row = allreduce.row_of(2, 8, variant, [turn(False, True, True), turn(False, True, False)])
+    assert (row["rounds"], row["void_rounds"]) == (3, 3)
+    assert (row["p10_s"], row["median_s"], row["p90_s"]) == (3.0, 4.0, 4.0)
+    assert row["turn_medians_s"] == [3.5, 4.0]
+    assert row["cpu_s"] == 2.0  # of all rounds
+    allreduce.add_ratios([row])
+    allreduce.show([row])
+    assert "void 3 rounds of 6" in capsys.readouterr().out
+    table = module_of("readme_table", FOLDER.parent / "scripts")
+    assert "; 3 of 6 rounds did not average |" in table.allreduce({"rows": [row]})[-1]
+    assert allreduce.row_of(2, 8, variant, [turn(False, False, False)]) is None
+    assert "averaged in no round" in capsys.readouterr().err
+
+
+def test_what_is_a_mean(allreduce: ModuleType) -> None:
+    given = torch.randn(3, allreduce.PICKED, dtype=torch.float64)
+    mean = given.mean(0).expand(3, -1)
+    rounded = mean.bfloat16().double()
+    assert allreduce.is_mean(given, mean)
+    assert allreduce.is_mean(given, rounded)
+    assert not allreduce.is_mean(given, given)  # nobody has averaged
+    one_of_them = torch.stack([mean[0], mean[1], given[2]])
+    assert not allreduce.is_mean(given, one_of_them)
+    part_of_it = mean.clone()
+    part_of_it[:, :100] = given[:, :100]
+    assert not allreduce.is_mean(given, part_of_it)
+    assert not allreduce.is_mean(given, mean * torch.nan)
+    values = torch.arange(3.0 * allreduce.PICKED)
+    assert allreduce.picked(values).tolist() == values[::3].tolist()
 
 
 def test_allreduce_of_hivemind(tmp_path: Path) -> None:
@@ -112,9 +161,15 @@ def test_rows_of_what_could_not_be_run_are_not_lost(
         assert said == ""
 
 
-def module_of(name: str) -> ModuleType:
+@pytest.fixture
+def allreduce(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    return module_of("allreduce")
+
+
+def module_of(name: str, folder: Path = FOLDER) -> ModuleType:
     """A file of the benchmarks, which are no package."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -126,8 +181,10 @@ def test_ddp(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "ddp", *options, "--turns", "1", keys=keys)
     assert [row["link"] for row in rows] == ["gloo", "bare", "hub", "door", "amqp"]
     assert all(row["identical"] for row in rows)
+    counted = [row["link"] for row in rows if row["bytes_sent_per_peer"] is not None]
+    assert counted == ["hub", "door", "amqp"]  # of the others nobody does
     for row in rows:
-        ours = {"send", "read", "team"} if row["link"] in ("hub", "door", "amqp") else set()
+        ours = {"send", reader_of(row), "team"} if row["link"] in counted else set()
         assert row["threads"].keys() >= {"main"} | ours
 
 
@@ -154,6 +211,7 @@ def test_train(tmp_path: Path) -> None:
     assert [row["link"] for row in rows] == ["plain", "alone", "gloo", "hub", "door", "amqp"]
     assert all(row["identical"] for row in rows)
     assert all(row["difference_to_plain"] < 1e-5 for row in rows)
+    assert [row["link"] for row in rows if row["bytes_sent_per_peer"] is None] == ["gloo"]
     assert len({row["heap_kept"] for row in rows}) == 1  # ratios are of nothing else
 
 
