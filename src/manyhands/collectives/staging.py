@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Staging:
-    """For tensors of always the same shapes. Used by one thread at a time."""
+    """For lists of tensors, most often of the same shapes. Used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._room: list[Tensor] = []
+        self._room: list[Tensor | None] = []  # None: a tensor that was there itself
         self._leaving: Sequence[torch.Event] = ()  # what `send` has copied is read by then
 
     @torch.no_grad()
@@ -45,13 +45,23 @@ class Staging:
         return room
 
     def _room_for(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors like these on the CPU, contents undefined; those that are there themselves."""
-        if len(self._room) != len(tensors):
-            self._room = [_pinned_like(t) if t.is_cuda else t for t in tensors]
+        """Tensors like these on the CPU, contents undefined; those that are there themselves.
+
+        Never the tensors of another call: their owner has them back.
+        """
+        before = self._room if len(self._room) == len(tensors) else [None] * len(tensors)
+        self._room = [
+            None if not tensor.is_cuda else mine if _fits(mine, tensor) else _pinned_like(tensor)
+            for mine, tensor in zip(before, tensors, strict=True)
+        ]
         return [
-            mine if tensor.is_cuda else tensor
+            tensor if mine is None else mine
             for mine, tensor in zip(self._room, tensors, strict=True)
         ]
+
+
+def _fits(mine: Tensor | None, tensor: Tensor) -> bool:
+    return mine is not None and mine.shape == tensor.shape and mine.dtype is tensor.dtype
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:
