@@ -26,7 +26,7 @@ bench: setup
 	.venv/bin/python benchmarks/cluster.py $(if $(RAY),--ray $(RAY)) --json benchmarks/results/cluster.json
 
 bench-scale: setup
-	.venv/bin/python benchmarks/scale.py --json benchmarks/results/scale.json
+	.venv/bin/python benchmarks/scale.py --rounds 5 --json benchmarks/results/scale.json
 
 chaos: setup
 	sh scripts/packages.sh rabbitmq-server

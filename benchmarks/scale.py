@@ -1,14 +1,14 @@
 """Whether a round of a large model keeps within its memory, through a RabbitMQ on this machine.
 
-    python benchmarks/scale.py --parameters 1.4e9 --json FILE
+    python benchmarks/scale.py --parameters 1.4e9 --rounds 5 --json FILE
 
 Two peers, each a process with 30 bfloat16 tensors of that many parameters together, average them
-once with the elastic engine (raw: bytes travel as they lie in memory). A peer's memory is counted
-from the moment when its tensors are filled and nothing else is there: `extra_peak_bytes` is what it
-has had more than then, from the first round with all members until the mean has been read back into
-the tensors, with link, queues and threads. It may be one result buffer of the tensors' size and 128
-MiB. The broker may take 1 GiB in all, joining included. Contributions are simple functions of the
-index, so the mean is known, and every value is compared.
+in each round with the elastic engine (raw: bytes travel as they lie in memory). A peer's memory is
+counted from the moment when its tensors are filled and nothing else is there: `extra_peak_bytes` is
+what it has had more than then, from the first round with all members until the last one's mean has
+been read back into the tensors, with link, queues and threads. It may be one result buffer of the
+tensors' size and 128 MiB. The broker may take 1 GiB in all, joining included. Contributions are
+simple functions of the index, so the mean is known, and every value is compared.
 
 The second peer joins as any does: it follows a round of the founder's, which confirms its state,
 and the next, which takes it in. `joining_peak_bytes` is the most extra memory until then: one that
@@ -253,6 +253,7 @@ def measure(parameters: int, rounds: int, url: str, broker_pids: list[int]) -> d
         "median_s": statistics.median(times),
         "p10_s": quantile(times, 0.1),
         "p90_s": quantile(times, 0.9),
+        "round_s": [max(a["seconds"] for a in turn) for turn in turns],
         "cpu_s": sum(a["cpu"] for turn in turns for a in turn) / rounds + broker_cpu,
         "meeting_point_cpu_s": broker_cpu,
         "bytes_sent_per_peer": statistics.median(a["sent"] for turn in turns for a in turn),
@@ -280,7 +281,8 @@ def verdicts(row: dict) -> dict[str, bool]:
 def show(row: dict) -> None:
     print(
         f"{row['peers']} peers, {row['parameters'] / 1e6:g} M parameters in bfloat16, "
-        f"{row['mbytes']:.0f} MB: {row['median_s']:.2f} s a round, cpu {row['cpu_s']:.2f} s"
+        f"{row['mbytes']:.0f} MB: {row['median_s']:.2f} s a round ({row['p10_s']:.2f} to "
+        f"{row['p90_s']:.2f}, {row['rounds']} rounds), cpu {row['cpu_s']:.2f} s"
     )
     details = {
         "every value is the mean": f"{row['wrong_values']} wrong",

@@ -304,8 +304,11 @@ def test_order(tmp_path: Path) -> None:
 
 def test_scale(tmp_path: Path) -> None:
     keys = AVERAGING | {"parameters", "wrong_values", "extra_bound_bytes"}
-    (row,) = rows_of(tmp_path, "scale", "--parameters", "1e6", keys=keys)
+    options = ["--parameters", "1e6", "--rounds", "2"]
+    (row,) = rows_of(tmp_path, "scale", *options, keys=keys)
     assert row["wrong_values"] == 0
+    assert row["rounds"] == len(row["round_s"]) == 2
+    assert {row["p10_s"], row["p90_s"]} == set(row["round_s"])
 
 
 def test_data(tmp_path: Path) -> None:
