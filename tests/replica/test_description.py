@@ -6,8 +6,9 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from manyhands.data import BadSample, Loader
 from manyhands.data.source import Source
 from manyhands.replica import description
 from manyhands.replica.description import check_same, describe, differences
@@ -101,6 +102,69 @@ def test_each_difference_is_named(changed, said):
     found = "; ".join(differences(described(), described(**changed)))
     assert all(text in found for text in said), found
     assert not differences(described(**changed), described(**changed))
+
+
+LOOKED_AT = [place * 1599 // 15 for place in range(16)]
+
+
+def changed_at(place, size=1600):
+    """A data set in which one sample has another value."""
+    x = torch.zeros(size, 4)
+    if place is not None:
+        x[place] = 1.0
+    return DataLoader(TensorDataset(x), 5)
+
+
+@pytest.mark.parametrize("place", LOOKED_AT)
+def test_another_sample_in_data_of_the_same_length_is_named(place):
+    (found,) = differences(described(data=changed_at(None)), described(data=changed_at(place)))
+    assert found.startswith("data.fingerprint is ")
+
+
+def test_of_small_data_every_sample_counts():
+    """Where none is left out between those that are looked at."""
+    found = {described(data=changed_at(n, 16))["data"]["fingerprint"] for n in (None, *range(16))}
+    assert len(found) == 17
+
+
+class Noted(Dataset):
+    """Samples of different lengths, that no batch can have beside each other; it notes the reads.
+
+    Those that are bad cannot be read.
+    """
+
+    def __init__(self, size, bad=()):
+        self.size, self.bad, self.read = size, frozenset(bad), []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        if index in self.bad:
+            raise BadSample(self.where(index), "it is torn")
+        return torch.full((index % 3 + 1,), float(index))
+
+    def where(self, index):
+        return f"sample {index}"
+
+
+def test_how_many_are_read_does_not_follow_the_size():
+    for size in (1, 2, 15, 16, 17, 100_000):
+        data = Noted(size)
+        described(data=DataLoader(data, 1, shuffle=True))
+        assert len(data.read) == len(set(data.read)) == min(size, 16)
+        assert {0, size - 1} <= set(data.read)
+
+
+def test_bad_samples_among_those_that_are_looked_at_are_left_out():
+    """Also where all of them are; a peer with whom one is bad that is not so elsewhere differs."""
+    found = set()
+    for bad in ((), LOOKED_AT[3:5], LOOKED_AT):
+        for policy in ("skip", "replace"):
+            data = described(data=Loader(Noted(1600, bad), 5, bad=policy))["data"]
+            found.add(data["fingerprint"])
+    assert len(found) == 3
 
 
 def test_another_release_is_named(monkeypatch):

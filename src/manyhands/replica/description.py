@@ -24,6 +24,7 @@ from manyhands.replica.state import Stateful
 from manyhands.wire.tensors import bytes_of
 
 _SHOWN = 8  # differences that an error lists
+_LOOKED_AT = 16  # samples: every peer reads them before it joins, however long each takes
 _FREE = ("manyhands", "epochs", "bad_gradients", "resync_every")  # after a resume
 _DATA = ("data", "evaluation")
 _NONE = object()
@@ -188,16 +189,19 @@ def agreed(
 
 
 def fingerprint_of(source: Source) -> str:
-    """Of three samples that the seed does not choose: first, middle, last. Those that cannot be
-    read are left out, whatever the policy: the data are the same.
+    """Of samples that the seed does not choose: the first, the last, and others spread evenly
+    between them. Those that cannot be read are left out, whatever the policy: the data are the
+    same. They are read each by itself: nobody says that several fit into memory, or one batch.
     """
-    places = sorted({0, source.size // 2, source.size - 1})
+    last = source.size - 1
+    places = sorted({last * step // (_LOOKED_AT - 1) for step in range(_LOOKED_AT)})
     rules = None if source.rules is None else Rules(policy="skip")
     here = replace(source, shuffle=False, workers=Workers(), device=None, rules=rules)
     supply = supply_for(here, 0, lambda request: request)
     digest = hashlib.blake2b(digest_size=8)
-    for value in _leaves(supply.read(Request(0, tuple(places))).batch):
-        digest.update(value)
+    for place in places:
+        for value in _leaves(supply.read(Request(0, (place,))).batch):
+            digest.update(value)
     return digest.hexdigest()
 
 
