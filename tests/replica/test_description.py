@@ -11,7 +11,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from manyhands.data import BadSample, Loader
 from manyhands.data.source import Source
 from manyhands.replica import description
-from manyhands.replica.description import check_same, describe, differences
+from manyhands.replica.description import (
+    check_same,
+    check_saved,
+    describe,
+    differences,
+    digest_of,
+)
 from manyhands.replica.gradients import Named, parameters_of
 from tests.replica.loops import Points, Recipe, gather, mean_loss
 
@@ -172,6 +178,29 @@ def test_another_release_is_named(monkeypatch):
     monkeypatch.setattr(description, "__version__", "99.0")
     assert differences(mine, described())[0].startswith("manyhands is ")
     assert "99.0 here" in differences(mine, described())[0]
+
+
+@pytest.mark.parametrize("check", [check_same, check_saved])
+def test_another_torch_is_told_and_refuses_nobody(check, monkeypatch, caplog):
+    """Peers that round otherwise train together: see re-syncs."""
+    free = {"epochs": 1, "bad_gradients": "skip", "resync_every": 256}
+    theirs = described(**free)
+    check(theirs, described(**free))
+    assert not caplog.messages
+    monkeypatch.setattr(description, "_TORCH", "99.0")
+    mine = described(**free)
+    check(theirs, mine)
+    (said,) = caplog.messages
+    assert "this peer has torch 99.0, and the " in said
+    assert f" {torch.__version__}: they are the same up to rounding" in said
+    # Else who comes with the same weights would have another history.
+    assert digest_of(theirs) == digest_of(mine) != digest_of(described(epochs=9))
+
+
+def test_what_was_saved_before_it_was_told_can_be_resumed(caplog):
+    mine = described(epochs=1, bad_gradients="skip", resync_every=256)
+    check_saved({name: value for name, value in mine.items() if name != "torch"}, mine)
+    assert "torch None" not in caplog.text
 
 
 def test_only_what_differs_is_said():
