@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import manyhands as mh
 from manyhands.data import BadSample, Loader
 from manyhands.data.source import Source
 from manyhands.replica import description
@@ -17,6 +20,7 @@ from manyhands.replica.description import (
     describe,
     differences,
     digest_of,
+    warn_of_torch,
 )
 from manyhands.replica.gradients import Named, parameters_of
 from tests.replica.loops import Points, Recipe, gather, mean_loss
@@ -180,27 +184,61 @@ def test_another_release_is_named(monkeypatch):
     assert "99.0 here" in differences(mine, described())[0]
 
 
-@pytest.mark.parametrize("check", [check_same, check_saved])
-def test_another_torch_is_told_and_refuses_nobody(check, monkeypatch, caplog):
+def test_another_torch_refuses_nobody(monkeypatch):
     """Peers that round otherwise train together: see re-syncs."""
     free = {"epochs": 1, "bad_gradients": "skip", "resync_every": 256}
     theirs = described(**free)
-    check(theirs, described(**free))
-    assert not caplog.messages
     monkeypatch.setattr(description, "_TORCH", "99.0")
     mine = described(**free)
-    check(theirs, mine)
-    (said,) = caplog.messages
-    assert "this peer has torch 99.0, and the " in said
-    assert f" {torch.__version__}: they are the same up to rounding" in said
+    assert differences(theirs, mine) == [f"torch is {torch.__version__} there and 99.0 here"]
+    check_same(theirs, mine)
+    check_saved(theirs, mine)
     # Else who comes with the same weights would have another history.
     assert digest_of(theirs) == digest_of(mine) != digest_of(described(epochs=9))
 
 
-def test_what_was_saved_before_it_was_told_can_be_resumed(caplog):
+def test_what_an_earlier_release_has_saved_says_nothing_of_torch(caplog):
     mine = described(epochs=1, bad_gradients="skip", resync_every=256)
-    check_saved({name: value for name, value in mine.items() if name != "torch"}, mine)
-    assert "torch None" not in caplog.text
+    saved = {name: value for name, value in mine.items() if name != "torch"}
+    check_saved(saved, mine)
+    warn_of_torch("the one that was saved", saved, mine)
+    assert not caplog.messages
+
+
+def test_who_comes_later_with_another_torch_says_so_once(monkeypatch, caplog):
+    """And trains."""
+    begun, come = threading.Event(), threading.Event()
+
+    def train(name, each):
+        torch.manual_seed(3)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mh.join("local:///another-torch", name=name) as run:
+            _, _, loader, _ = run.wrap(model, optimizer, data_of(20, 1.0), epochs=50)
+            for _ in range(50):
+                for (x,) in loader:
+                    model(x).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    each(run)
+
+    def first(run):
+        if run.round == 3:
+            begun.set()
+        if run.round >= 3:
+            come.wait(0.05)  # so that there are rounds for the other one
+
+    old = threading.Thread(target=train, args=("old", first))
+    old.start()
+    assert begun.wait(60)
+    monkeypatch.setattr(description, "_TORCH", "99.0")
+    train("new", lambda run: come.set())
+    old.join(60)
+    assert come.is_set()
+    said = (
+        f"torch 99.0, and the run it joined {torch.__version__}: they are the same up to rounding"
+    )
+    assert [said in message for message in caplog.messages].count(True) == 1
 
 
 def test_only_what_differs_is_said():

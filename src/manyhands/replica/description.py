@@ -87,28 +87,25 @@ def describe_data(source: Source) -> dict[str, Any]:
 
 
 def check_same(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Raises Mismatch if a run's description is not this peer's. Warns of another torch."""
+    """Raises Mismatch if a run's description is not this peer's."""
     if found := differences(_compared(theirs), _compared(mine)):
         hint = "start it with the run's script, data and options, or join another run"
         raise Mismatch(found, "the run it joined", hint=hint)
-    _say_torch("the run it joined", theirs, mine)
 
 
 def check_saved(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Raises Mismatch if what was saved is a state of something else than this peer trains. Warns
-    of another torch.
-    """
+    """Raises Mismatch if what was saved is a state of something else than this peer trains."""
     if found := differences(_compared(resumable(saved, mine)), _compared(mine)):
         hint = "resume with the script, data and options that saved it, or begin in another place"
         raise Mismatch(found, "the one that was saved", hint=hint)
-    _say_torch("the one that was saved", saved, mine)
 
 
 def _compared(description: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in description.items() if name != _TOLD}
 
 
-def _say_torch(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+def warn_of_torch(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """In a line, if a state that is taken comes from another torch than this peer's."""
     there, here = theirs.get(_TOLD), mine.get(_TOLD)
     if None not in (there, here) and there != here:  # None: saved by an earlier manyhands
         log.warning(
