@@ -30,12 +30,7 @@ bench-scale: setup
 
 chaos: setup
 	sh scripts/packages.sh rabbitmq-server
-	.venv/bin/python -m tests.replica.chaos $(if $(AMQP),--link amqp) --seconds 600 --json benchmarks/results/chaos$(if $(AMQP),-amqp).json
-	.venv/bin/python -m tests.collectives.chaos --schedules 100000
-	.venv/bin/python -m tests.collectives.chaos --schedules 60000 --seed 500000 --unordered
-	.venv/bin/python -m tests.collectives.chaos_links --link hub --seconds 120
-	.venv/bin/python -m tests.collectives.chaos_links --link amqp --seconds 120
-	.venv/bin/python -m tests.cluster.chaos --seconds 600
+	sh scripts/chaos.sh $(if $(AMQP),amqp,hub)
 
 fuzz: setup
 	.venv/bin/python -m tests.wire.fuzz --inputs 1000000 && .venv/bin/python -m tests.links.fuzz --inputs 1000000

@@ -288,6 +288,72 @@ def test_the_command_that_an_interrupted_run_says_goes_on_from_there(launch, tmp
     assert f"begins {round_}\n" in out
 
 
+LOSSES = """
+import os, sys, threading
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import manyhands as mh
+
+def make():
+    torch.manual_seed(5)
+    data = TensorDataset(torch.randn(40, 3, dtype=torch.float64))
+    model = torch.nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, DataLoader(data, batch_size=8)
+
+epochs, again = 8, "MANYHANDS_RESUME" in os.environ
+with mh.join() as run:
+    place = {"epochs": epochs, "checkpoints": sys.argv[1], "save_every": 1000}
+    model, optimizer, loader, _ = run.wrap(*make(), **place)
+    for _ in range(epochs):
+        for (x,) in loader:
+            loss = model(x).square().mean()
+            mean = run.mean(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if run.round_closed:
+                print("loss", mean.round, repr(float(mean)), flush=True)
+            if run.round > 5 and not again:
+                threading.Event().wait(0.5)  # there is somebody left to interrupt
+model, optimizer, loader = make()
+for number in range(epochs * len(loader) if again else 0):
+    (x,) = list(loader)[number % len(loader)]
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("alone", number, repr(float(loss)), flush=True)
+"""
+
+
+def test_two_copies_go_on_where_both_were_interrupted(launch, tmp_path):
+    """With the losses of one process; no round is lost or done anew."""
+    saved = str(tmp_path / "saved")
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    launcher = launch(LOSSES, "-n", "2", arguments=[saved], env=env)
+    lines = launcher.until(2, b"loss 6 ")
+    launcher.process.send_signal(signal.SIGINT)
+    code, out, err = launcher.end()
+    assert code == 130, err
+    ((round_, command),) = set(re.findall(r"to go on from round (\d+): (.+)", err))
+    _, _, *words = shlex.split(command)
+    again = Launcher(words[-2], *words[:-2], arguments=words[-1:], env=env)
+    try:
+        code, rest, err = again.end()
+    finally:
+        close(again.process)
+    assert code == 0, err
+    before, after = losses_of(b"".join(lines).decode() + out), losses_of(rest)
+    assert max(before) == int(round_) - 1
+    assert min(after) == int(round_)
+    assert before | after == pytest.approx(losses_of(rest, "alone"), abs=1e-9)
+
+
+def losses_of(text, word="loss"):
+    return {int(at): float(loss) for at, loss in re.findall(rf"{word} (\d+) (\S+)", text)}
+
+
 def test_what_the_user_has_set_stays(launch):
     env = {
         **os.environ,

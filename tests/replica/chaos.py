@@ -118,8 +118,11 @@ class Commit:
 class Chaos:
     """One run under faults."""
 
-    def __init__(self, zygote: Zygote, url: str, seed: int, stack: ExitStack) -> None:
+    def __init__(
+        self, zygote: Zygote, url: str, seed: int, deck: Sequence[str], stack: ExitStack
+    ) -> None:
         self._zygote, self._url, self._stack = zygote, url, stack
+        self._deck = deck
         self._run = f"chaos-{os.getpid()}-{time.monotonic_ns()}"
         self._dice = random.Random(seed)
         self.hands: dict[str, Hand] = {}
@@ -146,6 +149,7 @@ class Chaos:
         for number, kind in zip(range(2, int(seconds / every_s) + 1), self._kinds(), strict=False):
             self.faults.append(self._fault(kind, begin_s + number * every_s))
             print(f"{time.monotonic() - begin_s:6.1f} s  {told(self.faults[-1])}", flush=True)
+        self._await_all()
         self._finish()
         check([History(h.process.name, h.process.said, h.away) for h in self.hands.values()])
 
@@ -153,7 +157,7 @@ class Chaos:
 
     def _kinds(self) -> Iterator[str]:
         while True:
-            yield from self._dice.sample(DECK, len(DECK))
+            yield from self._dice.sample(self._deck, len(self._deck))
 
     def _fault(self, kind: str, next_s: float) -> Fault:
         victim = self.hands[self._dice.choice(sorted(self._members()))]
@@ -221,6 +225,16 @@ class Chaos:
         hand.dead = True
         hand.fall()
         hand.process.kill()
+
+    def _await_all(self) -> None:
+        """Whoever was away, or came in the place of another, computes again."""
+        until_s = time.monotonic() + PATIENCE_S
+        while len(members := self._members()) < NUM_PEERS:
+            if time.monotonic() > until_s:
+                away = {name for name, hand in self.hands.items() if not hand.process.ended}
+                reports = [self.hands[name].process.report() for name in sorted(away - members)]
+                raise AssertionError(f"not back after {PATIENCE_S:g} s\n{reports}")
+            self._rest(_LOOK_S)
 
     def _finish(self) -> None:
         for hand in self.hands.values():
@@ -294,6 +308,18 @@ class Chaos:
             could_s = self.hands[fault.comes].alive[-1][0]
             mine = [c.at_s for c in self.commits.values() if c.shares.get(fault.comes)]
             fault.back_s = min((at_s - could_s for at_s in mine if at_s > could_s), default=None)
+
+    def pauses(self, *kinds: str) -> list[float]:
+        """After each fault of these kinds: the longest time without a commit that began before the
+        next fault, however long after that it ended.
+        """
+        gaps = list(pairwise(commit.at_s for _, commit in sorted(self.commits.items())))
+        ends = [*(fault.start_s for fault in self.faults[1:]), float("inf")]
+        return [
+            max(b - a for a, b in gaps if a == fault.start_s or fault.start_s < a < end_s)
+            for fault, end_s in zip(self.faults, ends, strict=True)
+            if fault.kind in kinds
+        ]
 
     def rows(self) -> list[dict]:
         """Of each kind of fault."""
@@ -408,9 +434,18 @@ def show(rows: Sequence[dict]) -> None:
         )
 
 
-def play(zygote: Zygote, url: str, *, seed: int, seconds: float, every_s: float) -> Chaos:
+def play(
+    zygote: Zygote,
+    url: str,
+    *,
+    seed: int,
+    seconds: float,
+    every_s: float,
+    deck: Sequence[str] = DECK,
+) -> Chaos:
+    """Faults of all kinds in the deck, those that come twice in it twice as often."""
     with ExitStack() as stack:
-        chaos = Chaos(zygote, url, seed, stack)
+        chaos = Chaos(zygote, url, seed, deck, stack)
         chaos.go(seconds, every_s)
     return chaos
 

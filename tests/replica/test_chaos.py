@@ -1,8 +1,12 @@
-"""A minute of faults of every kind; and the arithmetic of the tool that plays longer ones."""
+"""A minute of faults of every kind, half of it at each meeting point; and the arithmetic of the
+tool that plays longer ones.
+"""
 
 from __future__ import annotations
 
 import copy
+import statistics
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,12 +17,41 @@ from tests.replica.chaos_peer import BATCH
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
 
 
-def test_a_minute_of_faults(zygote, hub):
-    """Each sample once, equal states, the losses of one process; `play` fails if not."""
-    url = f"{hub.address}?insecure=1"
-    played = chaos.play(zygote, url, seed=20261116, seconds=54.0, every_s=6.0)
-    chaos.show(played.rows())  # orientation: nothing here depends on the machine's speed
-    assert {fault.kind for fault in played.faults} == set(chaos.DECK)
+DECKS = {
+    "hub": ("kill", "leave", "stall", "stop"),
+    "amqp": ("kill", "blip", "cut", "stop+kill"),
+}
+SEED, EVERY_S = 20261116, 4.5
+
+
+def test_half_a_minute_of_faults(zygote, url, request):
+    """Each sample once, equal states, the losses of one process, everybody back in the end; `play`
+    fails if not.
+    """
+    deck = DECKS[request.node.callspec.params["url"]]
+    seconds = (len(deck) + 1) * EVERY_S  # the first is calm
+    played = chaos.play(zygote, url, seed=SEED, seconds=seconds, every_s=EVERY_S, deck=deck)
+    chaos.show(played.rows())  # orientation: it depends on the machine's speed
+    assert sorted(fault.kind for fault in played.faults) == sorted(deck)
+    # Not how quick this machine is, but by what a death is noticed: by its link, which breaks, or
+    # else by nothing before its lease is over.
+    assert statistics.median(played.pauses("kill")) < 0.75 * chaos.LEASE_S
+    assert statistics.median(played.pauses(*chaos.SILENT)) < 2 * chaos.LEASE_S
+
+
+def test_the_decks_have_all_kinds():
+    assert {kind for deck in DECKS.values() for kind in deck} == set(chaos.DECK)
+
+
+def test_a_pause_counts_to_its_end():
+    """Also if that is after the next fault."""
+    played = chaos.Chaos(Mock(), "", 1, (), Mock())
+    times = (0.0, 1.0, 2.5, 3.0, 9.0, 9.5)
+    played.commits = {n: Commit(at_s, {}) for n, at_s in enumerate(times)}
+    played.faults = [
+        chaos.Fault(kind, "a", at_s) for kind, at_s in (("kill", 0.0), ("stop", 2.5), ("cut", 4.0))
+    ]
+    assert played.pauses("kill", "stop") == [1.5, 6.0]
 
 
 def history(name: str = "a", rounds=(0, 1, 2)) -> History:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
+import time
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -72,6 +73,7 @@ def test_it_dials_until_the_meeting_point_is_there_again():
     [
         (LinkBroken("no hub"), {"outage_s": -1.0}),
         (Refused("closing", "the hub closes"), {"outage_s": -1.0}),
+        (Excluded("again"), {"outage_s": -1.0}),
         (Refused("token", "not you"), {}),
     ],
 )
@@ -79,6 +81,16 @@ def test_not_for_ever_nor_where_it_is_turned_away(error, more):
     conductor = conductor_of(outside(), error, **more)
     with pytest.raises(type(error)):
         conductor.next_turn()
+
+
+@pytest.mark.parametrize("error", [LinkBroken("no hub"), Excluded("again")])
+def test_it_waits_before_it_dials_again(error, monkeypatch):
+    clock = Mock(monotonic=time.monotonic)
+    monkeypatch.setattr(module, "_AGAIN_S", 0.125)
+    monkeypatch.setattr(module, "time", clock)
+    back = engine(Stopped(StopReason.FINISHED, "the run is finished"))
+    assert conductor_of(outside(), error, error, back).next_turn() is None
+    assert clock.sleep.call_args_list == [call(0.125)] * 2
 
 
 def test_asked_to_leave_meanwhile_it_has_left():

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import manyhands as mh
+from manyhands.data import BadSample, Loader
 from manyhands.data.source import Source
 from manyhands.replica import description
-from manyhands.replica.description import check_same, describe, differences
+from manyhands.replica.description import (
+    check_same,
+    check_saved,
+    describe,
+    differences,
+    digest_of,
+    warn_of_torch,
+)
 from manyhands.replica.gradients import Named, parameters_of
 from tests.replica.loops import Points, Recipe, gather, mean_loss
 
@@ -103,11 +114,131 @@ def test_each_difference_is_named(changed, said):
     assert not differences(described(**changed), described(**changed))
 
 
+LOOKED_AT = [place * 1599 // 15 for place in range(16)]
+
+
+def changed_at(place, size=1600):
+    """A data set in which one sample has another value."""
+    x = torch.zeros(size, 4)
+    if place is not None:
+        x[place] = 1.0
+    return DataLoader(TensorDataset(x), 5)
+
+
+@pytest.mark.parametrize("place", LOOKED_AT)
+def test_another_sample_in_data_of_the_same_length_is_named(place):
+    (found,) = differences(described(data=changed_at(None)), described(data=changed_at(place)))
+    assert found.startswith("data.fingerprint is ")
+
+
+def test_of_small_data_every_sample_counts():
+    """Where none is left out between those that are looked at."""
+    found = {described(data=changed_at(n, 16))["data"]["fingerprint"] for n in (None, *range(16))}
+    assert len(found) == 17
+
+
+class Noted(Dataset):
+    """Samples of different lengths, that no batch can have beside each other; it notes the reads.
+
+    Those that are bad cannot be read.
+    """
+
+    def __init__(self, size, bad=()):
+        self.size, self.bad, self.read = size, frozenset(bad), []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        if index in self.bad:
+            raise BadSample(self.where(index), "it is torn")
+        return torch.full((index % 3 + 1,), float(index))
+
+    def where(self, index):
+        return f"sample {index}"
+
+
+def test_how_many_are_read_does_not_follow_the_size():
+    for size in (1, 2, 15, 16, 17, 100_000):
+        data = Noted(size)
+        described(data=DataLoader(data, 1, shuffle=True))
+        assert len(data.read) == len(set(data.read)) == min(size, 16)
+        assert {0, size - 1} <= set(data.read)
+
+
+def test_bad_samples_among_those_that_are_looked_at_are_left_out():
+    """Also where all of them are; a peer with whom one is bad that is not so elsewhere differs."""
+    found = set()
+    for bad in ((), LOOKED_AT[3:5], LOOKED_AT):
+        for policy in ("skip", "replace"):
+            data = described(data=Loader(Noted(1600, bad), 5, bad=policy))["data"]
+            found.add(data["fingerprint"])
+    assert len(found) == 3
+
+
 def test_another_release_is_named(monkeypatch):
     mine = described()
     monkeypatch.setattr(description, "__version__", "99.0")
     assert differences(mine, described())[0].startswith("manyhands is ")
     assert "99.0 here" in differences(mine, described())[0]
+
+
+def test_another_torch_refuses_nobody(monkeypatch):
+    """Peers that round otherwise train together: see re-syncs."""
+    free = {"epochs": 1, "bad_gradients": "skip", "resync_every": 256}
+    theirs = described(**free)
+    monkeypatch.setattr(description, "_TORCH", "99.0")
+    mine = described(**free)
+    assert differences(theirs, mine) == [f"torch is {torch.__version__} there and 99.0 here"]
+    check_same(theirs, mine)
+    check_saved(theirs, mine)
+    # Else who comes with the same weights would have another history.
+    assert digest_of(theirs) == digest_of(mine) != digest_of(described(epochs=9))
+
+
+def test_what_an_earlier_release_has_saved_says_nothing_of_torch(caplog):
+    mine = described(epochs=1, bad_gradients="skip", resync_every=256)
+    saved = {name: value for name, value in mine.items() if name != "torch"}
+    check_saved(saved, mine)
+    warn_of_torch("the one that was saved", saved, mine)
+    assert not caplog.messages
+
+
+def test_who_comes_later_with_another_torch_says_so_once(monkeypatch, caplog):
+    """And trains."""
+    begun, come = threading.Event(), threading.Event()
+
+    def train(name, each):
+        torch.manual_seed(3)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mh.join("local:///another-torch", name=name) as run:
+            _, _, loader, _ = run.wrap(model, optimizer, data_of(20, 1.0), epochs=50)
+            for _ in range(50):
+                for (x,) in loader:
+                    model(x).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    each(run)
+
+    def first(run):
+        if run.round == 3:
+            begun.set()
+        if run.round >= 3:
+            come.wait(0.05)  # so that there are rounds for the other one
+
+    old = threading.Thread(target=train, args=("old", first))
+    old.start()
+    assert begun.wait(60)
+    monkeypatch.setattr(description, "_TORCH", "99.0")
+    train("new", lambda run: come.set())
+    old.join(60)
+    assert come.is_set()
+    said = (
+        f"torch 99.0, and the run it joined {torch.__version__}: they are the same up to rounding"
+    )
+    assert [said in message for message in caplog.messages].count(True) == 1
 
 
 def test_only_what_differs_is_said():

@@ -19,13 +19,14 @@ from manyhands.checkpoint.store import Store
 from manyhands.core.errors import AddressError, UsageError
 from manyhands.replica import session
 from manyhands.replica.signals import how_to_go_on
-from tests.replica.hands import Hands, held_at
+from tests.replica.hands import Hands, held_at, until_members
 from tests.replica.training import alone, shadow
 
 pytestmark = pytest.mark.usefixtures("zygote", "hub")  # before the leak check looks
 
 
 GATHERING_S = 2.0  # how long a run that opens waits for one that is dead
+AGAIN_S = 2.0  # a broker waits for one lease before a run whose peers are all gone begins again
 
 
 def reached(number):
@@ -69,6 +70,30 @@ def test_ctrl_c_saves_and_ends(zygote, url, tmp_path):
         assert place.round == 1 + max(said["round"] for said in first.said if "round" in said)
         hands.join(resume=True)
         hands.finish(first)
+
+
+def test_ctrl_c_of_both_and_resume_of_both(zygote, url, tmp_path):
+    """As a terminal does it to all that a launcher has started: no round is lost or done anew."""
+    folder = tmp_path / "saved"
+    options = {"checkpoints": str(folder), "save_every": 1000, "lease_s": AGAIN_S}
+    with Hands(zygote, url, epochs=6, **options) as hands:
+        both = hands.start(2, linger_s=0.2)
+        until_members(both[0], 2)
+        both[1].until(reached(3))
+        for hand in both:
+            hand.tell("interrupt")
+        for hand in both:
+            assert hand.wait() == -signal.SIGINT, hand.report()
+        said = [hand.report().count("to go on from round") for hand in both]
+        assert any(said), hands.report()
+        last = max(said["round"] for hand in both for said in hand.said if "round" in said)
+        # Where both go after the same round, both save it.
+        assert max(place.round for place in Store(folder).places()) == last + 1
+        again = hands.start(2, resume=True, linger_s=0.2)
+        until_members(again[0], 2)
+        hands.finish(*both)
+        first = min(said["round"] for hand in again for said in hand.said if "round" in said)
+        assert first == last + 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -19,6 +22,22 @@ def through_proxy(url):
     port = parse_address(url, run="any").port
     with Proxy("127.0.0.1", port) as proxy:
         yield proxy, url.replace(f":{port}", f":{proxy.port}")
+
+
+@contextmanager
+def hub_process(state, port=0):
+    """The `manyhands hub` command: what can be killed with -9. And what it says of itself."""
+    place = ("--bind", f"127.0.0.1:{port}", "--state", str(state))
+    with subprocess.Popen(
+        [sys.executable, "-m", "manyhands", "hub", "--json", *place],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 class TestNetwork:
@@ -92,6 +111,25 @@ class TestMeetingPoint:
             stack.enter_context(again)
             assert again.address == hub.address  # and so the token and the certificate
             hands.finish()
+
+    def test_a_hub_killed_in_the_middle_of_a_round(self, zygote, tmp_path):
+        """With -9: nothing of the round that it carried is said to it again but by the peers."""
+        with ExitStack() as stack:
+            process, said = stack.enter_context(hub_process(tmp_path))
+            hands = stack.enter_context(Hands(zygote, said["code"], grain=None))  # a single pass
+            held = {"what": "backward", "round": 5, "then": "wait"}
+            told = {"what": "backward", "round": 5, "then": "say"}
+            *others, last = (hands.join(p, min_peers=3) for p in (told, told, held))
+            for hand in hands.all:
+                hand.until(lambda said: said.get("at") == "backward")
+            process.kill()
+            process.wait()
+            _, again = stack.enter_context(hub_process(tmp_path, port=said["port"]))
+            assert again["code"] == said["code"]
+            last.tell("go")
+            hands.finish()
+            for hand in others:
+                assert max(said["round"] for said in hand.said if "round" in said) > 5
 
     def test_a_broker_that_restarts(self, zygote, fresh_broker):
         broker = fresh_broker()

@@ -59,6 +59,14 @@ def test_another_release_goes_on(tmp_path, monkeypatch):
     assert train(tmp_path, epochs=3) == 4
 
 
+def test_with_another_torch_it_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
+    train(tmp_path, resume=False)
+    monkeypatch.setattr(description, "_TORCH", "99.0")
+    assert train(tmp_path, epochs=3) == 4
+    said = f"torch 99.0, and the one that was saved {torch.__version__}: they are the same up to"
+    assert caplog.text.count(said) == 1
+
+
 def test_settings_of_optimizers_that_only_one_release_of_torch_has():
     options = {"epochs": 1, "bad_gradients": "skip", "resync_every": 9, "manyhands": "0.1.0"}
     saved = {**options, "optimizers": [{"class": "SGD", "lr": 0.1, "gone": 1}]}

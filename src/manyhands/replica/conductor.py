@@ -402,10 +402,11 @@ class Conductor:
             try:
                 self._rounds = self.connect()
                 break
-            except Excluded as error:  # again, before it had come in
-                log.warning("could not come back yet: %s", error)
             except ManyhandsError as error:
-                if not passes(error) or time.monotonic() > give_up_s:
+                # Excluded: again, before it had come in. One that is put out whenever it comes
+                # must not dial without a pause, nor for ever.
+                may_pass = passes(error) or isinstance(error, Excluded)
+                if not may_pass or time.monotonic() > give_up_s:
                     raise
                 log.warning("could not come back yet: %s", error)
                 time.sleep(_AGAIN_S)

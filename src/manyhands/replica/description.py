@@ -1,8 +1,16 @@
-"""Description: what the peers of a run must have in common, as plain JSON, and how two differ."""
+"""Description: what the peers of a run must have in common, as plain JSON, and how two differ.
+
+Of packages only the release of manyhands must be the same: it is the language that peers speak.
+torch's goes with the description and refuses nobody. It says how a peer rounds, as its device and
+its number of threads do, and peers that round otherwise train together: each is of a class of
+`arithmetic`, bits are compared within one, and classes get equal parameters by re-syncs. One line
+says so where the releases differ.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -23,9 +31,14 @@ from manyhands.replica.options import Options, Place
 from manyhands.replica.state import Stateful
 from manyhands.wire.tensors import bytes_of
 
+log = logging.getLogger(__name__)
+
+_TORCH = str(torch.__version__)
 _SHOWN = 8  # differences that an error lists
+_LOOKED_AT = 16  # samples: every peer reads them before it joins, however long each takes
 _FREE = ("manyhands", "epochs", "bad_gradients", "resync_every")  # after a resume
 _DATA = ("data", "evaluation")
+_TOLD = "torch"  # not compared
 _NONE = object()
 _UNKNOWN = "unknown since it was moved"  # a setting: it is compared with nothing
 _RATES: WeakKeyDictionary[Optimizer, list[Any] | None] = WeakKeyDictionary()  # as first described
@@ -56,6 +69,7 @@ def describe(
     """All of it."""
     return {
         "manyhands": __version__,
+        _TOLD: _TORCH,
         "parameters": {name: _form(tensor) for name, tensor in parameters},
         "buffers": {name: _form(tensor) for name, tensor in buffers},
         "optimizers": [_settings(optimizer) for optimizer in optimizers],
@@ -74,16 +88,29 @@ def describe_data(source: Source) -> dict[str, Any]:
 
 def check_same(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     """Raises Mismatch if a run's description is not this peer's."""
-    if found := differences(theirs, mine):
+    if found := differences(_compared(theirs), _compared(mine)):
         hint = "start it with the run's script, data and options, or join another run"
         raise Mismatch(found, "the run it joined", hint=hint)
 
 
 def check_saved(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     """Raises Mismatch if what was saved is a state of something else than this peer trains."""
-    if found := differences(resumable(saved, mine), mine):
+    if found := differences(_compared(resumable(saved, mine)), _compared(mine)):
         hint = "resume with the script, data and options that saved it, or begin in another place"
         raise Mismatch(found, "the one that was saved", hint=hint)
+
+
+def _compared(description: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in description.items() if name != _TOLD}
+
+
+def warn_of_torch(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """In a line, if a state that is taken comes from another torch than this peer's."""
+    there, here = theirs.get(_TOLD), mine.get(_TOLD)
+    if None not in (there, here) and there != here:  # None: saved by an earlier manyhands
+        log.warning(
+            "this peer has torch %s, and %s %s: they are the same up to rounding", here, what, there
+        )
 
 
 def resumable(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,16 +215,19 @@ def agreed(
 
 
 def fingerprint_of(source: Source) -> str:
-    """Of three samples that the seed does not choose: first, middle, last. Those that cannot be
-    read are left out, whatever the policy: the data are the same.
+    """Of samples that the seed does not choose: the first, the last, and others spread evenly
+    between them. Those that cannot be read are left out, whatever the policy: the data are the
+    same. They are read each by itself: nobody says that several fit into memory, or one batch.
     """
-    places = sorted({0, source.size // 2, source.size - 1})
+    last = source.size - 1
+    places = sorted({last * step // (_LOOKED_AT - 1) for step in range(_LOOKED_AT)})
     rules = None if source.rules is None else Rules(policy="skip")
     here = replace(source, shuffle=False, workers=Workers(), device=None, rules=rules)
     supply = supply_for(here, 0, lambda request: request)
     digest = hashlib.blake2b(digest_size=8)
-    for value in _leaves(supply.read(Request(0, tuple(places))).batch):
-        digest.update(value)
+    for place in places:
+        for value in _leaves(supply.read(Request(0, (place,))).batch):
+            digest.update(value)
     return digest.hexdigest()
 
 
@@ -220,8 +250,8 @@ def _leaves(value: Any) -> Iterator[bytes]:  # noqa: ANN401
 
 
 def digest_of(description: Mapping[str, Any]) -> bytes:
-    """Equal for equal ones."""
-    data = msgspec.json.encode(description, order="sorted")
+    """Equal for those that may be of one run."""
+    data = msgspec.json.encode(_compared(description), order="sorted")
     return hashlib.blake2b(data, digest_size=16).digest()
 
 

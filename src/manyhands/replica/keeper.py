@@ -25,7 +25,7 @@ from manyhands.collectives.messages import Record
 from manyhands.core.errors import CheckpointError, Malformed, UsageError
 from manyhands.data.secret import redacted
 from manyhands.replica.conductor import Base
-from manyhands.replica.description import check_saved
+from manyhands.replica.description import check_saved, warn_of_torch
 from manyhands.replica.openings import Openings
 from manyhands.replica.options import Options
 from manyhands.replica.state import TrainingState
@@ -213,6 +213,7 @@ class Keeper:
             check_saved(description, self._description)
         except (KeyError, TypeError, ValueError, AttributeError, msgspec.DecodeError) as error:
             raise Malformed(f"{found.place} is no checkpoint of a run: {error}") from None
+        warn_of_torch("the one that was saved", description, self._description)
         self._state.load(checkpoint.tree)
         self._last, self._loaded = checkpoint.round, applied
         log.info("going on after round %d, from %s", checkpoint.round, found.place)

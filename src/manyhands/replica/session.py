@@ -41,6 +41,7 @@ from manyhands.replica.description import (
     describe,
     describe_data,
     digest_of,
+    warn_of_torch,
 )
 from manyhands.replica.deviation import Watch, classes_of
 from manyhands.replica.fingerprint import Tensors
@@ -450,6 +451,7 @@ class Session:
 
     def _take(self, head: Snapshot) -> Base:
         taken = self._snapshots.take(head)
+        warn_of_torch("the run it joined", taken.description, self.description)
         self.state.load(taken.tree)
         self.replica.replaced()
         self._watch.replaced(taken.kind, head.chain)

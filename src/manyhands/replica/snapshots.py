@@ -55,9 +55,10 @@ class _Key(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A state, the openings before it, and the kind of those who sent it."""
+    """A state, what it is one of, the openings before it, and the kind of those who sent it."""
 
     tree: Any
+    description: dict[str, Any]
     openings: Openings
     kind: bytes
 
@@ -177,7 +178,7 @@ class Snapshots:
         if at != len(data):
             raise Malformed(f"{len(data)} bytes came for a state of {at}")
         tree = unflatten(contents.shape, tensors)
-        return Taken(tree, Openings(contents.openings), contents.kind)
+        return Taken(tree, contents.description, Openings(contents.openings), contents.kind)
 
 
 def _cut(
