@@ -270,6 +270,49 @@ def test_gradients_add_up_until_the_step(hands):
     hands.finish()
 
 
+def test_autocast_of_the_caller_is_that_of_the_workers(hands):
+    """It belongs to a thread, and the boss's part runs in another one, the layers in processes."""
+    hands.start("a")
+    hands.start("b")
+
+    async def main():
+        async with await distributed(2, MODEL, seed=SEED) as boss:
+            alone = Alone(MODEL)
+            (x, y), *_ = batches(1)
+            for way in (torch.bfloat16, None, torch.float16):
+
+                def cast(way=way):  # each block keeps the weights that it has cast
+                    return torch.autocast("cpu", dtype=way, enabled=way is not None)
+
+                with cast():
+                    wanted = alone.forward(x)
+                    loss = F.mse_loss(wanted, y)
+                loss.backward()
+                with cast():
+                    prediction = await boss.forward(x)
+                    F.mse_loss(prediction, y).backward()
+                assert prediction.dtype == (way or torch.float32)
+                assert torch.equal(prediction, wanted)
+                await boss.backward(prediction.grad)
+                await boss.optim_step()
+                alone.optimizer.step()
+                alone.optimizer.zero_grad()
+                equal(await boss.state_dict(), alone.model)
+                with cast():
+                    loss = F.mse_loss(alone.forward(x), y)
+                    found = await boss.train_step(x, y, F.mse_loss, 1)
+                loss.backward()
+                alone.optimizer.step()
+                assert found == float(loss.detach())
+                equal(await boss.state_dict(), alone.model)
+                alone.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+                assert (await boss.forward(x)).dtype == torch.float32
+
+    asyncio.run(main())
+    hands.finish()
+
+
 def test_a_cancelled_wait_for_workers_leaves_nothing(hands):
     async def main():
         started = time.monotonic()

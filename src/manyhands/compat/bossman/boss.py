@@ -21,21 +21,20 @@ from torch.optim import Optimizer
 
 from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.open import open_group
-from manyhands.compat.bossman.cost import cost_of
 from manyhands.compat.bossman.crew import Crew, Outcome, Worker
+from manyhands.compat.bossman.deal import deal
 from manyhands.compat.bossman.errors import WorkerFailed, WorkerRefused
 from manyhands.compat.bossman.variables import Variable, variables_of
 from manyhands.core.boss import lines_for, listening
 from manyhands.core.errors import LinkBroken, LinkError, UsageError
 from manyhands.core.plan import Plan, ScheduleName, Stage
 from manyhands.links.hub import Hub
-from manyhands.planner.cost import PeerPower
-from manyhands.planner.partition import DoesNotFit, partition
 from manyhands.stages import commands as words
 from manyhands.stages.carrier import exchanging
 from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.layers import Spec, specs_of
 from manyhands.stages.pipeline import Pipeline
+from manyhands.stages.precision import casting, precision_here
 from manyhands.stages.recipes import Recipe, describe
 from manyhands.wire.tensors import empty, spec_of
 
@@ -131,7 +130,7 @@ class BossMan:
         workers = list(self._crew)
         if not workers:
             raise PlanBroken("all workers are gone", hint="start some: setup_host(...)")
-        plan = await asyncio.to_thread(self._planned, workers)
+        plan = await asyncio.to_thread(deal, self._specs, workers)
         mine = {stage.peers[0]: range(stage.first, stage.end) for stage in plan.stages[1:-1]}
         ranks = {worker: rank for rank, worker in enumerate(workers, 1)}
 
@@ -170,17 +169,18 @@ class BossMan:
         """The prediction: a leaf, whose `grad` the loss's backward fills.
 
         A forward before it that had no backward is forgotten. Under `torch.no_grad()` there is
-        nothing to go back to.
+        nothing to go back to; under `torch.autocast` workers cast, too.
         """
         pipeline, extra = self._in_plan(), _checked(x, extra_inputs)
-        keep = torch.is_grad_enabled()
+        keep, cast_to = torch.is_grad_enabled(), precision_here()  # of this thread
 
         def own() -> Any:  # noqa: ANN401
             pipeline.close()
             pipeline.reschedule(1, "afab")
-            return pipeline.forward(x, extra) if keep else pipeline.predict(x, extra)
+            with casting(self._device, cast_to):
+                return pipeline.forward(x, extra) if keep else pipeline.predict(x, extra)
 
-        made = await self._ask(lambda number, _: words.Forward(number, keep), own)
+        made = await self._ask(lambda number, _: words.Forward(number, keep, cast_to), own)
         leaves = tuple(_leaf(part, keep) for part in _parts(cast("Tensors", made)))
         self._prediction = leaves if keep else None
         return leaves[0] if isinstance(made, Tensor) else leaves
@@ -219,7 +219,8 @@ class BossMan:
     ) -> float:
         """Forward, backward and optimizer at once, in microbatches; returns the batch's loss.
 
-        `loss_fn` is the mean over rows, as torch's losses are by default. It runs here.
+        `loss_fn` is the mean over rows, as torch's losses are by default. It runs here. Under
+        `torch.autocast` all peers cast in their forwards.
         """
         pipeline, extra = self._in_plan(), _checked(x, extra_inputs)
         self._check_optimizer()
@@ -229,14 +230,18 @@ class BossMan:
                 hint='microbatches are put together by their rows: use reduction="mean"',
             )
         pipeline.plan.replace(microbatches=microbatches, schedule=schedule)  # or a PlanError
+        cast_to = precision_here()
 
         def own() -> float:
             pipeline.close()
             pipeline.reschedule(microbatches, schedule)
-            return pipeline.step(x, y, extra)
+            with casting(self._device, cast_to):
+                return pipeline.step(x, y, extra)
 
         self._loss_fn, self._prediction = loss_fn, None
-        return await self._ask(lambda number, _: words.Step(number, microbatches, schedule), own)
+        return await self._ask(
+            lambda number, _: words.Step(number, microbatches, schedule, cast_to), own
+        )
 
     async def model_train(self) -> None:
         """As nn.Module.train, on all workers."""
@@ -322,29 +327,6 @@ class BossMan:
         self._crew.close()
 
     # -- parts ------------------------------------------------------------------------------------
-
-    def _planned(self, workers: list[Worker]) -> Plan:
-        """The model on the workers, in proportion to their memory, between the boss's two ends."""
-        costs = [
-            cost_of(spec, f"model[{index}] {getattr(spec.kind, '__name__', spec.kind)}")
-            for index, spec in enumerate(self._specs)
-        ]
-        powers = [PeerPower(name=w.name, memory_bytes=w.free_bytes) for w in workers]
-        try:
-            dealt = partition(costs, powers, by="memory")
-        except DoesNotFit as error:  # of what a plan offers against it a boss has nothing
-            error.hint = (
-                "add a worker or memory (`manyhands worker --memory MIB`), or cut a layer; for the "
-                "optimizer two tensors a parameter are reckoned, as Adam has"
-            )
-            raise
-        stages = [(stage.end - stage.first, [stage.lead + 1]) for stage in dealt.stages]
-        return Plan.of_stages(
-            [(1, [0]), *stages, (1, [0])],
-            names=["input", *(layer.name for layer in dealt.layers), "output"],
-            peers=[words.BOSS, *dealt.peers],
-            schedule="afab",
-        )
 
     def _enter(self, run: str, plan: Plan) -> None:
         try:
