@@ -18,6 +18,7 @@ from manyhands.stages.carrier import Carrier
 from manyhands.stages.gradients import Shared, dense, unique
 from manyhands.stages.layers import Model, Running, Spec, build, specs_of
 from manyhands.stages.moves import rows_at
+from manyhands.stages.optimizers import check_steps
 from manyhands.stages.runner import Runner
 from manyhands.stages.saving import check_fit, restore, state_of
 from manyhands.stages.terms import agree_forms
@@ -78,7 +79,7 @@ class Part:
     def optimize(self, make: MakeOptimizer) -> None:
         """From now on with this optimizer, which begins without state.
 
-        Raises what `make` raises, UsageError if that gives something else.
+        Raises what `make` raises, UsageError if that gives something that cannot step here.
         """
         trained = [p for p in self._parameters if p.requires_grad]
         made = make(trained) if trained else None
@@ -88,6 +89,8 @@ class Part:
                 hint="optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1); a function "
                 "of several lines returns it at its end",
             )
+        if made is not None:
+            check_steps(type(made))
         self.optimizer = made
 
     def layers(self) -> Iterator[Running]:

@@ -56,6 +56,8 @@ def test_what_a_worker_does_not_allow_is_refused_on_both_sides(hands):
             await boss.send_optimizer(odd.Lazy, {"lr": 0.1})
         with pytest.raises(UsageError, match="no optimizer"):
             await boss.optim_step()
+        with pytest.raises(UsageError, match="LBFGS needs a closure"):
+            await boss.send_optimizer(torch.optim.LBFGS, {})
         await boss.send_optimizer(torch.optim.Adam, {"lr": 0.01})
         alone = Alone(MODEL)
         alone.step(x, y)

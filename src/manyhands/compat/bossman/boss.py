@@ -33,6 +33,7 @@ from manyhands.stages import commands as words
 from manyhands.stages.carrier import exchanging
 from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.layers import Spec, specs_of
+from manyhands.stages.optimizers import check_steps
 from manyhands.stages.pipeline import Pipeline
 from manyhands.stages.precision import casting, precision_here
 from manyhands.stages.recipes import Recipe, describe
@@ -147,9 +148,13 @@ class BossMan:
         )
 
     async def send_optimizer(self, kind: type[Optimizer], kwargs: Mapping[str, Any]) -> None:
-        """Each worker makes one for its parameters. Raises WorkerRefused, WorkerFailed."""
+        """Each worker makes one for its parameters.
+
+        Raises UsageError for one that asks for a closure, WorkerRefused, WorkerFailed.
+        """
         pipeline = self._in_plan()
         recipe: Recipe = describe(kind, kwargs, Optimizer, "the optimizer")
+        check_steps(kind)
         await self._ask(lambda number, _: words.Optimize(number, recipe))
         pipeline.optimize(
             lambda parameters: kind(parameters, **kwargs)
