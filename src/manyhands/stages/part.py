@@ -71,6 +71,7 @@ class Part:
         led = [self.runners[s.index] for s in plan.stages_of(self._me) if s.lead == self._me]
         self._led = unique(p for r in led for m in r.modules() for p in m.parameters())
         self._statistics = Statistics(layer.module for layer in self.layers())
+        self.has_gradients = False  # that wait for `apply`; on all peers alike
         self.optimizer: Optimizer | None = None
         together(
             carrier, plan.peers, lambda: None if optimizer is None else self.optimize(optimizer)
@@ -112,6 +113,7 @@ class Part:
         """Drop the gradients."""
         for parameter in self._parameters:
             parameter.grad = None
+        self.has_gradients = False
 
     def note(self) -> None:
         """Keep the running statistics, in case the step that follows fails."""

@@ -262,8 +262,14 @@ def test_gradients_add_up_until_the_step(hands):
                 prediction = await boss.forward(x, None)
                 prediction.square().sum().backward()
                 await boss.backward(prediction.grad)
+                with pytest.raises(UsageError, match=r"wait for optim_step\(\)"):
+                    await boss.train_step(x, x, F.mse_loss)  # and the gradients are still there
             alone.optimizer.step()
             await boss.optim_step()
+            equal(await boss.state_dict(), alone.model)
+            y = torch.zeros(8, WIDTH)
+            alone.step(x, y)
+            await boss.train_step(x, y, F.mse_loss, 1)
             equal(await boss.state_dict(), alone.model)
 
     asyncio.run(main())

@@ -234,6 +234,11 @@ class BossMan:
                 f"a loss with reduction={getattr(loss_fn, 'reduction', None)!r}",
                 hint='microbatches are put together by their rows: use reduction="mean"',
             )
+        if pipeline.has_gradients:
+            raise UsageError(
+                "gradients of a backward() wait for optim_step()",
+                hint="await boss.optim_step() first: train_step() is a step of its own",
+            )
         pipeline.plan.replace(microbatches=microbatches, schedule=schedule)  # or a PlanError
         cast_to = precision_here()
 
