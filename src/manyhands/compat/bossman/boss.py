@@ -11,7 +11,7 @@ import gc
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.open import open_group
 from manyhands.compat.bossman.crew import Crew, Outcome, Worker
-from manyhands.compat.bossman.deal import deal
+from manyhands.compat.bossman.deal import check_interleaved, deal
 from manyhands.compat.bossman.errors import WorkerFailed, WorkerRefused
 from manyhands.compat.bossman.variables import Variable, variables_of
 from manyhands.core.boss import lines_for, listening
@@ -117,11 +117,12 @@ class BossMan:
 
     # -- before the first step --------------------------------------------------------------------
 
-    async def distribute_model(self) -> None:
+    async def distribute_model(self, *, stages_per_worker: int = 1) -> None:
         """Deal the layers to the workers that are here, in proportion to their free memory.
 
-        Raises PlanError for fewer layers than workers, DoesNotFit (where, and by how much),
-        WorkerRefused, WorkerFailed. A model that was distributed before is forgotten.
+        `train_step(schedule="interleaved")` needs several stages per worker. Raises PlanError for
+        fewer layers than that makes stages, DoesNotFit (where, and by how much), WorkerRefused,
+        WorkerFailed. A model that was distributed before is forgotten.
         """
         recipes = [
             describe(spec.kind, spec.kwargs, nn.Module, f"layer {index}")
@@ -131,12 +132,12 @@ class BossMan:
         workers = list(self._crew)
         if not workers:
             raise PlanBroken("all workers are gone", hint="start some: setup_host(...)")
-        plan = await asyncio.to_thread(deal, self._specs, workers)
-        mine = {stage.peers[0]: range(stage.first, stage.end) for stage in plan.stages[1:-1]}
+        plan = await asyncio.to_thread(deal, self._specs, workers, stages_per_worker)
         ranks = {worker: rank for rank, worker in enumerate(workers, 1)}
 
         def build(number: int, worker: Worker) -> words.Build:
-            layers = tuple((index, recipes[index - 1]) for index in mine[ranks[worker]])
+            mine = [range(stage.first, stage.end) for stage in plan.stages_of(ranks[worker])]
+            layers = tuple((index, recipes[index - 1]) for own in mine for index in own)
             return words.Build(number, layers, self._seed)
 
         self._workers = workers
@@ -240,6 +241,8 @@ class BossMan:
                 hint="await boss.optim_step() first: train_step() is a step of its own",
             )
         pipeline.plan.replace(microbatches=microbatches, schedule=schedule)  # or a PlanError
+        if schedule == "interleaved":
+            check_interleaved(self.plan)
         cast_to = precision_here()
 
         def own() -> float:
@@ -374,8 +377,8 @@ class BossMan:
         outcome: Outcome[None] = await self._call(lambda number, _: words.Describe(number), None)
         self._judge(outcome)
         return [
-            _entries(worker.name, outcome.answers[worker], stage)
-            for worker, stage in zip(self._workers, self.plan.stages[1:-1], strict=True)
+            _entries(worker.name, outcome.answers[worker], self.plan.stages_of(rank))
+            for rank, worker in enumerate(self._workers, 1)
         ]
 
     async def _ask(
@@ -470,11 +473,12 @@ def _leaf(tensor: Tensor, keep: bool) -> Tensor:
     return leaf.requires_grad_() if keep and leaf.is_floating_point() else leaf
 
 
-def _entries(worker: str, answer: words.Answer, stage: Stage) -> tuple[words.Entry, ...]:
+def _entries(worker: str, answer: words.Answer, stages: Sequence[Stage]) -> tuple[words.Entry, ...]:
     """What a worker says that it has, if it is of its own layers. Raises WorkerFailed."""
     entries = answer.entries if isinstance(answer, words.Done) else ()
     keys = {(entry.layer, entry.name) for entry in entries}
-    if len(keys) < len(entries) or any(not stage.first <= key[0] < stage.end for key in keys):
+    own = {index for stage in stages for index in range(stage.first, stage.end)}
+    if len(keys) < len(entries) or any(layer not in own for layer, _ in keys):
         raise WorkerFailed(worker, "it says that it has the state of layers that are not its own")
     return entries
 
