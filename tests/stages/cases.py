@@ -122,6 +122,7 @@ class Case(NamedTuple):
     exact: bool  # whether bits must be equal
     as_specs: bool = False  # whether a plan is given its layers as (class, kwargs, shape)
     targets: str = "last"
+    kinds: frozenset[str] = frozenset()  # what is special about it, to be counted
 
     def model(self, modules=None):
         """As a plan is given it; `modules` are there already where threads share a generator."""
@@ -156,6 +157,8 @@ def random_layers(rng):
                 "frozen",
                 "giving",
                 "taking",
+                "seeds",
+                "seeds",
                 "seeds",
                 "whole",
                 "dropout",
@@ -195,6 +198,89 @@ def random_layers(rng):
             if what == "forking" and layers[index + 1][0] == "masked":
                 layers[index + 1], layers[index] = layers[index], layers[index + 1]
     return layers, extra
+
+
+def taken_again(layers, rng):
+    """Some variables are taken by one more layer, in the place of a linear one."""
+    given = {}
+    for index, (what, argument) in enumerate(layers):
+        if what in ("giving", "seeds"):
+            given |= dict.fromkeys(argument[0], index)
+    layers = list(layers)
+    for name, giver in given.items():
+        later = [i for i, (what, _) in enumerate(layers) if what == "linear" and i > giver]
+        if later and rng.random() < 0.8:
+            layers[rng.choice(later)] = ("taking", [name])
+    return layers
+
+
+def uses_of(layers):
+    """By tensor that layers hand on: the layer that makes it, and each that computes with it, of
+    which each adds to its gradient. By variable: who gives it, and takes it.
+    """
+    made, uses, tensors, handed = {-1: -1}, {-1: []}, {}, [-1]
+    variables = {}
+    for index, (what, argument) in enumerate(layers):
+        before, handed = handed, [index]
+        made[index], uses[index] = index, []
+        for key in before:
+            uses[key].append(index)
+        names, takes = [], []
+        match what:
+            case "forking":
+                handed.append(before[0])
+            case "giving":
+                names = argument[0]
+                tensors |= dict(zip(names, [before[0], index], strict=False))  # itself, not a copy
+                tensors |= dict.fromkeys(argument[1])  # without a gradient
+            case "seeds":
+                names, takes = argument[0], argument[2]
+                uses[index] += [index] * len(names)
+                tensors |= {name: name for name in names}
+            case "whole":
+                names = [argument]
+                tensors[argument] = argument
+            case "taking":
+                takes = argument
+            case "takewhole":
+                takes = [argument]
+        for name in takes:
+            variables[name][1].append(index)
+            if tensors[name] is not None:
+                uses[tensors[name]].append(index)
+        for name in names:
+            variables[name] = index, []
+            if tensors[name] == name:
+                made[name], uses[name] = index, []
+    return {key: (made[key], own) for key, own in uses.items()}, variables
+
+
+def kinds_of(layers, plan):
+    """What of it is not in every case; "ordered": all sums have an order that no plan changes."""
+    stage_of = {i: stage for stage in plan.stages for i in range(stage.first, stage.end)}
+    place = {-1: 0} | {i: stage.index for i, stage in stage_of.items()}
+    tensors, variables = uses_of(layers)
+    kinds = set()
+    # Two gradients are the same in either order. What comes from other stages is added up before
+    # those of the maker's own stage, as in one process, whose later layers go back first.
+    outside = [[u for u in uses if place[u] != place[maker]] for maker, uses in tensors.values()]
+    if all(len(uses) <= 2 for uses in outside):
+        kinds.add("ordered")
+    for giver, takers in variables.values():
+        stages = {place[taker] for taker in takers}
+        if any(plan.stages[s].peers != stage_of[giver].peers for s in stages):
+            kinds.add("crosses")
+        if any(s > place[giver] + 1 for s in stages):
+            kinds.add("skips")
+        if len(stages - {place[giver]}) > 1:
+            kinds.add("several")
+    peers = [stage.peers for stage in plan.stages]
+    count = len(plan.peers)
+    rounds = len(peers) // count
+    looped = rounds > 1 < count and peers == peers[:count] * rounds
+    if looped and plan.schedule == "interleaved" and plan.microbatches > 1:
+        kinds.add("looped")
+    return frozenset(kinds)
 
 
 def build(layers, seed):
@@ -253,17 +339,17 @@ def tied(layers, plan, rng):
     return [*layers[:second], ("again", first), *layers[second + 1 :]], together
 
 
-def random_case(seed, num_peers, *, dropout=True):
-    rng = random.Random(seed)
-    layers, extra = random_layers(rng)
-    while len(layers) < num_peers:
-        layers.append(("linear", None))
-    cuts = sorted(rng.sample(range(1, len(layers)), rng.randint(0, len(layers) - 1)))
-    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
-    wide = rng.random() < 0.5
+def random_stages(rng, num_layers, num_peers, wide):
+    fewest = 0 if wide else num_peers - 1
+    cuts = sorted(rng.sample(range(1, num_layers), rng.randint(fewest, num_layers - 1)))
+    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, num_layers], strict=True)]
+    if not wide:
+        every = rng.sample(range(num_peers), num_peers)
+        others = [rng.randrange(num_peers) for _ in sizes[num_peers:]]
+        return [(size, [peer]) for size, peer in zip(sizes, [*every, *others], strict=True)]
     stages = []
     for size in sizes:
-        width = rng.randint(1, num_peers) if wide else 1
+        width = rng.randint(1, num_peers)
         peers = rng.sample(range(num_peers), width)
         if width > 1 and rng.random() < 0.5:
             stages.append((size, peers, [rng.choice([1, 2, 5]) for _ in peers]))
@@ -274,13 +360,28 @@ def random_case(seed, num_peers, *, dropout=True):
     if idle:  # the widest plan there is
         last = stages[-1]
         stages[-1] = (last[0], [*last[1], *idle])
-        wide = wide or len(stages[-1][1]) > 1
-    plan = Plan.of_stages(
-        stages,
-        microbatches=rng.choice([1, 2, 3, 4, 8]),
-        schedule=rng.choice(["afab", "1f1b", "interleaved"]),
-        recompute=rng.random() < 0.3,
-    )
+    return stages
+
+
+def random_case(seed, num_peers, *, dropout=True):
+    rng = random.Random(seed)
+    layers, extra = random_layers(rng)
+    layers = taken_again(layers, rng)
+    shape = rng.choice(["wide", "wide", "narrow", "narrow", "looped"])
+    wide = shape == "wide"
+    while len(layers) < num_peers * (2 if shape == "looped" else 1):
+        layers.append(("linear", None))
+    how = {
+        "microbatches": rng.choice([1, 2, 3, 4, 8]),
+        "schedule": rng.choice(["afab", "1f1b", "interleaved"]),
+        "recompute": rng.random() < 0.3,
+    }
+    if shape == "looped":
+        how |= {"stages_per_peer": 2, "schedule": "interleaved"}
+        plan = Plan.even(len(layers), num_peers, **how)
+    else:
+        plan = Plan.of_stages(random_stages(rng, len(layers), num_peers, wide), **how)
+    wide = any(len(stage.peers) > 1 for stage in plan.stages)
     # Drawn for the rows that a peer has: with several peers a stage they are others.
     dropout = dropout and not wide and any(what == "dropout" for what, _ in layers)
     if not dropout:
@@ -300,11 +401,10 @@ def random_case(seed, num_peers, *, dropout=True):
         ]
     )
     clip = rng.choice([None, None, 0.5])
-    several = sum(len(a) > 0 for w, a in layers if w == "taking") > 0
     # Of a layer in two stages the gradients are added one after the other, not both at once.
     layers, together = tied(layers, plan, random.Random(f"tied {seed}"))
-    exact = all(len(stage[1]) == 1 for stage in stages) and clip is None and not several
-    exact = exact and together
+    kinds = kinds_of(layers, plan)
+    exact = not wide and clip is None and "ordered" in kinds and together
     form = random.Random(f"form {seed}")
     several_places = any(what == "again" for what, _ in layers)  # which no such form can say
     return Case(
@@ -318,6 +418,7 @@ def random_case(seed, num_peers, *, dropout=True):
         exact,
         form.random() < 0.5 and not several_places,
         form.choice(["last", "first"]),
+        kinds,
     )
 
 

@@ -139,10 +139,17 @@ def test_halves_in_the_wrong_order():
     def act(pipe):
         with pytest.raises(UsageError, match=r"backward\(\) without a forward"):
             pipe.backward()
-        pipe.forward(X)
+        output = pipe.forward(X)
         with pytest.raises(UsageError, match="waits for its backward"):
             pipe.forward(X)
-        return True
+        pipe.backward(None if output is None else torch.ones_like(output))
+        kept = [p.grad.clone() for layer in pipe.layers() for p in layer.module.parameters()]
+        with pytest.raises(UsageError, match=r"gradients wait for apply\(\)"):
+            pipe.step(X, Y)  # which begins with none
+        now = [p.grad for layer in pipe.layers() for p in layer.module.parameters()]
+        assert all(map(torch.equal, kept, now))
+        pipe.apply()
+        return pipe.step(X, Y) > 0
 
     assert on_all(2, act) == [True, True]
 

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import manyhands as mh
+from manyhands.core.errors import UsageError
+from manyhands.stages.precision import precision_here
 
 CPU = torch.device("cpu")
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -192,3 +194,24 @@ def test_halves_of_a_step_of_which_only_the_first_is_cast():
         _, whole = pipelines(plan, act)
         for name, value in state.items():
             assert torch.equal(whole[name], value), (name, recompute)
+
+
+@pytest.mark.parametrize(
+    ("on", "told"),
+    [
+        ({}, None),
+        ({"cuda": torch.float16}, "float16"),
+        ({"cpu": torch.bfloat16, "cuda": torch.bfloat16}, "bfloat16"),
+        ({"cpu": torch.bfloat16, "cuda": torch.float16}, UsageError),
+        ({"cuda": torch.float64}, UsageError),
+    ],
+)
+def test_what_others_are_told_is_one_type(monkeypatch, on, told):
+    """Of whatever kind of device: who tells may have no GPU, and others no CPU to compute with."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", on.__contains__)
+    monkeypatch.setattr(torch, "get_autocast_dtype", on.__getitem__)
+    if told is UsageError:
+        with pytest.raises(UsageError, match=r"autocast is to (bfloat16 and float16|float64) here"):
+            precision_here()
+    else:
+        assert precision_here() == told

@@ -37,6 +37,26 @@ def test_no_other_peer_waits_for_the_one_at_both_ends(num_others, microbatches):
         assert played.most_held(peer) <= min(microbatches, num_others - peer + 2)
 
 
+@pytest.mark.parametrize("rounds", [2, 3])
+@pytest.mark.parametrize("num_others", [2, 3, 4])
+def test_nor_when_they_are_interleaved(num_others, rounds):
+    """Backwards may take twice as long, too, as they mostly do."""
+    others = [(1, [peer]) for peer in range(num_others)] * rounds
+    around = [(1, [0]), *((size, [peer + 1]) for size, (peer,) in others), (1, [0])]
+    for microbatches in (1, 2, 3, 4, 5, 8, 16):
+        how = {"microbatches": microbatches, "schedule": "interleaved"}
+        plan, alone = Plan.of_stages(around, **how), Plan.of_stages(others, **how)
+        orders, wanted = orders_of(plan), orders_of(alone)
+        for peer, order in wanted.items():
+            assert orders[peer + 1] == tuple(a._replace(stage=a.stage + 1) for a in order)
+        for backward in (0.5, 1.0, 2.0):
+            times = [[1e-6, *[time] * len(others), 1e-6] for time in (1.0, backward)]
+            played = play(orders, plan.stages, forward=times[0], backward=times[1])
+            assert not played.stuck
+            best = play(wanted, alone.stages, backward=backward).length
+            assert played.length == pytest.approx(best, abs=1e-3)
+
+
 def test_it_gives_the_run_of_one_process():
     torch.manual_seed(3)
     plan = turning(3, 5)

@@ -47,6 +47,24 @@ def test_an_optimizer_instead_of_what_makes_one_is_refused():
         pipeline(plan=mh.Plan.even(2, 1), optimizer=optimizer)
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused_by_name():
+    """At once, and on every peer."""
+
+    def lbfgs(parameters):
+        return torch.optim.LBFGS(parameters)
+
+    def on_peer(carrier):
+        with pytest.raises(mh.ManyhandsError, match="LBFGS needs a closure") as caught:
+            pipeline(carrier, TWO, optimizer=lbfgs)
+        pipe = pipeline(carrier, TWO)
+        with pytest.raises(UsageError, match="LBFGS needs a closure"):
+            pipe.optimize(lbfgs)
+        pipe.step(X, Y)  # with the one that it has
+        return caught.value.hint
+
+    assert all("Adam" in hint for hint in run_threads(2, on_peer))
+
+
 @pytest.mark.parametrize("what", ["step", "apply"])
 def test_without_an_optimizer_nothing_pretends_to_learn(what):
     pipe = pipeline(plan=mh.Plan.even(2, 1), optimizer=None)

@@ -15,6 +15,7 @@ from manyhands.core.errors import Malformed
 from manyhands.core.peers import PeerId
 from manyhands.core.plan import ScheduleName
 from manyhands.links.base import Delivery, Link, LinkSettings
+from manyhands.stages.precision import Precision
 from manyhands.stages.recipes import Recipe
 from manyhands.wire.tensors import TensorSpec
 
@@ -80,10 +81,11 @@ class Optimize(Word, frozen=True, tag="optimize"):
 
 
 class Forward(Word, frozen=True, tag="forward"):
-    """One batch; `keep` what its backward needs."""
+    """One batch; `keep` what its backward needs. `precision` as the boss's autocast has it."""
 
     id: _Id
     keep: bool
+    precision: Precision | None
 
 
 class Backward(Word, frozen=True, tag="backward"):
@@ -104,6 +106,7 @@ class Step(Word, frozen=True, tag="step"):
     id: _Id
     microbatches: Annotated[int, msgspec.Meta(ge=1)]
     schedule: ScheduleName
+    precision: Precision | None
 
 
 class Mode(Word, frozen=True, tag="mode"):

@@ -18,6 +18,7 @@ from manyhands.stages.carrier import Carrier
 from manyhands.stages.gradients import Shared, dense, unique
 from manyhands.stages.layers import Model, Running, Spec, build, specs_of
 from manyhands.stages.moves import rows_at
+from manyhands.stages.optimizers import check_steps
 from manyhands.stages.runner import Runner
 from manyhands.stages.saving import check_fit, restore, state_of
 from manyhands.stages.terms import agree_forms
@@ -70,6 +71,7 @@ class Part:
         led = [self.runners[s.index] for s in plan.stages_of(self._me) if s.lead == self._me]
         self._led = unique(p for r in led for m in r.modules() for p in m.parameters())
         self._statistics = Statistics(layer.module for layer in self.layers())
+        self.has_gradients = False  # that wait for `apply`; on all peers alike
         self.optimizer: Optimizer | None = None
         together(
             carrier, plan.peers, lambda: None if optimizer is None else self.optimize(optimizer)
@@ -78,7 +80,7 @@ class Part:
     def optimize(self, make: MakeOptimizer) -> None:
         """From now on with this optimizer, which begins without state.
 
-        Raises what `make` raises, UsageError if that gives something else.
+        Raises what `make` raises, UsageError if that gives something that cannot step here.
         """
         trained = [p for p in self._parameters if p.requires_grad]
         made = make(trained) if trained else None
@@ -88,6 +90,8 @@ class Part:
                 hint="optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1); a function "
                 "of several lines returns it at its end",
             )
+        if made is not None:
+            check_steps(type(made))
         self.optimizer = made
 
     def layers(self) -> Iterator[Running]:
@@ -109,6 +113,7 @@ class Part:
         """Drop the gradients."""
         for parameter in self._parameters:
             parameter.grad = None
+        self.has_gradients = False
 
     def note(self) -> None:
         """Keep the running statistics, in case the step that follows fails."""

@@ -40,7 +40,7 @@ from manyhands.stages.rehearsal import rehearse
 from manyhands.stages.resume import again, gone, hint, named
 from manyhands.stages.saving import Scheduler
 from manyhands.stages.schedule import picture
-from manyhands.stages.step import LossFn, LossIs, Step
+from manyhands.stages.step import LossFn, LossIs, Step, check_count
 from manyhands.stages.terms import Terms, agree
 from manyhands.stages.values import Table
 from manyhands.stages.vote import Verdict, vote, words_of
@@ -126,6 +126,11 @@ class Pipeline:
         """Of this peer's parameters, if it has any: for learning rates and the like."""
         return self._part.optimizer
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a `backward` was made that no `apply` has used; the same on all peers."""
+        return self._part.has_gradients
+
     def picture(self) -> str:
         """As text: which layers are where, and who works on which microbatch when."""
         return f"{self.plan.picture()}\n\n{picture(self.plan)}"
@@ -173,6 +178,8 @@ class Pipeline:
         if self._loss_fn is None:
             raise UsageError("step() needs a loss", hint="Pipeline(..., loss_fn=...)")
         self._need_optimizer("step")
+        if self.has_gradients:
+            raise UsageError("gradients wait for apply()", hint="call it: step() would drop them")
         with self._carrying(), torch.enable_grad():
             step, batch, course = self._open("step", inputs, targets, extra, self._loss_fn)
             self._part.zero()
@@ -231,6 +238,7 @@ class Pipeline:
             step.finish()
             try:
                 self._vote(step)
+                self._part.has_gradients = True
             except StepFailed:
                 self._undo(zero=True)  # some peers have added their gradients, some have not
                 raise
@@ -391,7 +399,7 @@ class Pipeline:
                 count = 1.0
                 if counted:
                     count = step.count if verdict is None else verdict.counted
-                    _check_count(count)
+                    check_count(count)
             except (StepFailed, UsageError):
                 self._forget()
                 self._undo(zero=apply)
@@ -489,12 +497,3 @@ class Pipeline:
 def _check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
     if given not in known:
         raise UsageError(f"{name}={given!r}", hint=f"there are: {', '.join(map(repr, known))}")
-
-
-def _check_count(count: float) -> None:
-    """All peers hear of it: they have added up the same."""
-    if not count > 0:
-        raise UsageError(
-            f"the loss of this batch is over {count:g}: there is nothing to average over",
-            hint="leave out batches in which nothing counts",
-        )

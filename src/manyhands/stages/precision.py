@@ -7,10 +7,17 @@ It is for forwards only: backwards and optimizers run as if it were off, as torc
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, get_args
 
 import torch
 
+from manyhands.core.errors import UsageError
+
+Precision = Literal["bfloat16", "float16"]
+"""What one peer may tell another to cast to."""
+
 _AS_IT_IS = nullcontext()
+_KINDS = ("cpu", "cuda")
 
 
 def precision_of(device: torch.device) -> str | None:
@@ -19,6 +26,23 @@ def precision_of(device: torch.device) -> str | None:
     if not torch.is_autocast_enabled(kind):
         return None
     return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+
+
+def precision_here() -> Precision | None:
+    """That of the caller's block, for devices of any kind: whoever is told casts on its own.
+
+    Raises UsageError for what cannot be told in one word.
+    """
+    found = {precision_of(torch.device(kind)) for kind in _KINDS} - {None}
+    for known in get_args(Precision):
+        if found == {known}:
+            return known
+    if not found:
+        return None
+    raise UsageError(
+        f"autocast is to {' and '.join(sorted(map(str, found)))} here",
+        hint=f"one of: {', '.join(get_args(Precision))}; workers cast to it on their own devices",
+    )
 
 
 def casting(device: torch.device, precision: str | None) -> AbstractContextManager[object]:

@@ -250,6 +250,15 @@ class Step:
         return tensor if kind.whole else tensor[message.rows.within(rows)]
 
 
+def check_count(count: float) -> None:
+    """Of a counted loss, over all peers, who have added up the same. Raises UsageError."""
+    if not count > 0:
+        raise UsageError(
+            f"the loss of this batch is over {count:g}: there is nothing to average over",
+            hint="leave out batches in which nothing counts",
+        )
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Rows of several, in order; a single one as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))

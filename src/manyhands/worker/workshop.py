@@ -21,6 +21,7 @@ from manyhands.stages.carrier import exchanging
 from manyhands.stages.errors import PlanBroken
 from manyhands.stages.layers import Spec, build
 from manyhands.stages.pipeline import Pipeline
+from manyhands.stages.precision import casting
 from manyhands.stages.recipes import NotAllowed, arguments, resolve
 from manyhands.wire.tensors import spec_of
 
@@ -73,7 +74,8 @@ class Workshop:
                 pipeline = self._in_plan()
                 pipeline.close()  # a forward without its backward is forgotten
                 pipeline.reschedule(1, "afab")
-                _ = pipeline.forward() if command.keep else pipeline.predict()
+                with casting(self._device, command.precision):
+                    _ = pipeline.forward() if command.keep else pipeline.predict()
             case words.Backward():
                 self._in_plan().backward()
             case words.Apply():
@@ -82,7 +84,8 @@ class Workshop:
                 pipeline = self._in_plan()
                 pipeline.close()
                 pipeline.reschedule(command.microbatches, command.schedule)
-                pipeline.step()
+                with casting(self._device, command.precision):
+                    pipeline.step()
             case words.Mode():
                 self._in_plan().train(command.train)
             case words.Clear():

@@ -1,8 +1,10 @@
 """What goes wrong on a worker or with one reaches the boss by name; those who are left go on."""
 
 import asyncio
+import io
 import os
 import signal
+import sys
 import time
 from types import SimpleNamespace
 
@@ -56,6 +58,8 @@ def test_what_a_worker_does_not_allow_is_refused_on_both_sides(hands):
             await boss.send_optimizer(odd.Lazy, {"lr": 0.1})
         with pytest.raises(UsageError, match="no optimizer"):
             await boss.optim_step()
+        with pytest.raises(UsageError, match="LBFGS needs a closure"):
+            await boss.send_optimizer(torch.optim.LBFGS, {})
         await boss.send_optimizer(torch.optim.Adam, {"lr": 0.01})
         alone = Alone(MODEL)
         alone.step(x, y)
@@ -351,6 +355,37 @@ def test_beyond_loopback_both_sides_say_insecure(hands):
             assert torch.equal((await boss.forward(x, {})).detach(), Alone(MODEL).forward(x))
 
     asyncio.run(main())
+    assert hands.code("a") == 0, hands.log("a")
+
+
+def test_beyond_loopback_the_three_lines_that_the_boss_prints_are_enough(hands, monkeypatch):
+    class Terminal(io.StringIO):
+        """Whoever reads it starts a worker with what is there, and nothing else."""
+
+        def write(self, text):
+            if "MODEL_" in text:
+                printed.update(line.strip().split("=", 1) for line in text.splitlines()[2:-1])
+                hands.start("a", **printed)
+            return super().write(text)
+
+    printed = {}
+    x, y = batches(1)[0]
+
+    async def main():
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        crew = await BossMan.setup_host(1, host="0.0.0.0", timeout_s=60)
+        assert not crew.address.insecure
+        async with BossMan(crew, MODEL, seed=5) as boss:
+            await boss.distribute_model()
+            await boss.send_optimizer(torch.optim.Adam, {"lr": 0.01})
+            alone = Alone(MODEL)
+            wanted = alone.step(x, y, 2)
+            assert await boss.train_step(x, y, F.mse_loss, 2) == pytest.approx(wanted, rel=1e-6)
+            equal(await boss.state_dict(), alone.model)
+
+    asyncio.run(main())
+    assert list(printed) == ["MODEL_HOST", "MODEL_PORT", "MODEL_TOKEN"]
+    assert "(a secret)" in sys.stderr.getvalue()
     assert hands.code("a") == 0, hands.log("a")
 
 

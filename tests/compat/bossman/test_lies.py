@@ -6,10 +6,12 @@ import time
 from contextlib import contextmanager, suppress
 from typing import get_args
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
+from manyhands._version import __version__
 from manyhands.compat.bossman import BossMan, NoWorkers, WorkerFailed
 from manyhands.compat.bossman.crew import Crew
 from manyhands.core.address import HubAddress
@@ -30,14 +32,18 @@ PATIENCE_S = 60.0
 class Liar:
     """A worker in a thread that says what it likes; what it does not lie about, it does."""
 
-    def __init__(self, port, name="liar", lies=None):
+    def __init__(self, port, name="liar", lies=None, offer=None):
         self.address = HubAddress(host="127.0.0.1", port=port, run=words.RUN, insecure=True)
         self.link = dial(self.address, new_peer(), words.SETTINGS)
         self.workshop = Workshop(self.address, torch.device("cpu"), ["torch.nn", "torch.optim"])
         self.link.tell(Ready())
         self.boss = self._find()
         self._lies = lies or {}
-        self.offer(name)
+        self.refused = None
+        if offer is None:
+            self.offer(name)
+        else:
+            self.link.send(self.boss, b"bossman", [msgspec.msgpack.encode(offer)])
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -51,7 +57,7 @@ class Liar:
 
     def offer(self, name, device="cpu"):
         """It comes before whatever is offered after this."""
-        words.say(self.link, self.boss, words.Offer(name, device, 1 << 30, "1"))
+        words.say(self.link, self.boss, words.Offer(name, device, 1 << 30, __version__))
         self.link.flush()
 
     def _serve(self):
@@ -62,6 +68,7 @@ class Liar:
                     continue
                 word = words.heard_by_worker(event)
                 if isinstance(word, words.Dismiss | words.Refuse):
+                    self.refused = getattr(word, "reason", None)
                     break
                 lie = self._lies.get(type(word))
                 answer = self._honest(word) if lie is None else lie(self, word)
@@ -100,6 +107,24 @@ def test_a_name_that_cannot_be(name):
             crew.gather(0.0)
     assert "Turned away" in no.value.hint
     assert no.value.hint.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("offer", "words"),
+    [
+        (["offer", "old", "cpu", None, "0.0.1"], "old (it is of release '0.0.1'; the boss is of "),
+        (["offer", "new", "cpu", None, "99", "more"], "what it says is not understood; the boss"),
+    ],
+)
+def test_a_worker_of_another_release(offer, words):
+    """Commands that it cannot read would be waited for for half an hour."""
+    with crew_of(1) as crew:
+        other = Liar(crew.address.port, offer=offer)
+        other.join()
+        with pytest.raises(NoWorkers) as no:
+            crew.gather(0.0)
+    assert words in no.value.hint
+    assert other.refused.endswith(f"the boss is of {__version__}, and both have to be of one")
 
 
 def test_floods_are_not_kept(caplog):

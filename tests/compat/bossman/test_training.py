@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.compat.bossman import BossMan, wrapped_linear
 from manyhands.core.errors import UsageError
+from manyhands.core.plan import PlanError
 from manyhands.stages.layers import Running, Spec, build
 from manyhands.stages.moves import cut_batch
 from manyhands.stages.values import carried_name
@@ -123,7 +124,7 @@ def test_loop_and_train_step_give_the_run_of_one_process(hands):
                 assert found == loss
             equal(await boss.state_dict(), alone.model)
             assert ("a", 1, 2) in sent_by(boss)
-            kinds = [("afab", 1), ("1f1b", 4), ("1f1b", 3), ("1f1b", 9), ("interleaved", 4)]
+            kinds = [("afab", 1), ("1f1b", 4), ("1f1b", 3), ("1f1b", 9)]
             for schedule, microbatches in kinds:
                 for x, y in batches(2):
                     wanted = alone.step(x, y, microbatches)
@@ -132,6 +133,28 @@ def test_loop_and_train_step_give_the_run_of_one_process(hands):
                 equal(await boss.state_dict(), alone.model)
             # And the loop again, after microbatches.
             x, y = batches(1)[0]
+            wanted = alone.step(x, y)
+            assert (await loop(boss, x, y))[1] == wanted
+            equal(await boss.state_dict(), alone.model)
+
+            with pytest.raises(UsageError, match="each worker has one stage") as no:
+                await boss.train_step(x, y, F.mse_loss, 4, "interleaved")
+            assert "stages_per_worker=2" in no.value.hint
+            with pytest.raises(PlanError, match="6 layers cannot be dealt to 2 workers, 4 stages"):
+                await boss.distribute_model(stages_per_worker=4)
+            await boss.distribute_model(stages_per_worker=2)
+            assert [s.peers[0] for s in boss.plan.stages] == [0, 1, 2, 1, 2, 0]
+            alone = Alone(MODEL)
+            equal(await boss.state_dict(), alone.model)
+            await boss.send_optimizer(torch.optim.Adam, {"lr": 0.01})
+            for microbatches in (4, 3):
+                wanted = alone.step(x, y, microbatches)
+                loss = await boss.train_step(x, y, F.mse_loss, microbatches, "interleaved")
+                assert loss == pytest.approx(wanted, rel=1e-6)
+                equal(await boss.state_dict(), alone.model)
+            # Each of the four stages gives the next one its output: no worker's two are one.
+            hops = {(a, b) for name, a, b in sent_by(boss) if name != "a"}
+            assert hops == {(0, 1), (1, 2), (2, 1), (2, 0), (0, 2)}
             wanted = alone.step(x, y)
             assert (await loop(boss, x, y))[1] == wanted
             equal(await boss.state_dict(), alone.model)
@@ -237,6 +260,9 @@ def test_modes_extra_inputs_and_forwards_that_do_not_return(hands):
                 await boss.train_step(x, y, nn.MSELoss(reduction="sum"))
             with pytest.raises(UsageError, match="no schedule 'best'"):
                 await boss.train_step(x, y, nn.MSELoss(), schedule="best")
+            with pytest.raises(UsageError, match="interleaved") as no:
+                await boss.train_step(x, y, nn.MSELoss(), schedule="interleaved")
+            assert no.value.hint == 'with a single worker take schedule="1f1b"'
             state = await boss.state_dict()
             changed = {name: tensor + 1 for name, tensor in state.items()}
             await boss.load_state_dict(changed)
@@ -262,9 +288,58 @@ def test_gradients_add_up_until_the_step(hands):
                 prediction = await boss.forward(x, None)
                 prediction.square().sum().backward()
                 await boss.backward(prediction.grad)
+                with pytest.raises(UsageError, match=r"wait for optim_step\(\)"):
+                    await boss.train_step(x, x, F.mse_loss)  # and the gradients are still there
             alone.optimizer.step()
             await boss.optim_step()
             equal(await boss.state_dict(), alone.model)
+            y = torch.zeros(8, WIDTH)
+            alone.step(x, y)
+            await boss.train_step(x, y, F.mse_loss, 1)
+            equal(await boss.state_dict(), alone.model)
+
+    asyncio.run(main())
+    hands.finish()
+
+
+def test_autocast_of_the_caller_is_that_of_the_workers(hands):
+    """It belongs to a thread, and the boss's part runs in another one, the layers in processes."""
+    hands.start("a")
+    hands.start("b")
+
+    async def main():
+        async with await distributed(2, MODEL, seed=SEED) as boss:
+            alone = Alone(MODEL)
+            (x, y), *_ = batches(1)
+            for way in (torch.bfloat16, None, torch.float16):
+
+                def cast(way=way):  # each block keeps the weights that it has cast
+                    return torch.autocast("cpu", dtype=way, enabled=way is not None)
+
+                with cast():
+                    wanted = alone.forward(x)
+                    loss = F.mse_loss(wanted, y)
+                loss.backward()
+                with cast():
+                    prediction = await boss.forward(x)
+                    F.mse_loss(prediction, y).backward()
+                assert prediction.dtype == (way or torch.float32)
+                assert torch.equal(prediction, wanted)
+                await boss.backward(prediction.grad)
+                await boss.optim_step()
+                alone.optimizer.step()
+                alone.optimizer.zero_grad()
+                equal(await boss.state_dict(), alone.model)
+                with cast():
+                    loss = F.mse_loss(alone.forward(x), y)
+                    found = await boss.train_step(x, y, F.mse_loss, 1)
+                loss.backward()
+                alone.optimizer.step()
+                assert found == float(loss.detach())
+                equal(await boss.state_dict(), alone.model)
+                alone.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+                assert (await boss.forward(x)).dtype == torch.float32
 
     asyncio.run(main())
     hands.finish()

@@ -11,7 +11,7 @@ import gc
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
 
@@ -21,21 +21,21 @@ from torch.optim import Optimizer
 
 from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.open import open_group
-from manyhands.compat.bossman.cost import cost_of
 from manyhands.compat.bossman.crew import Crew, Outcome, Worker
+from manyhands.compat.bossman.deal import check_interleaved, deal
 from manyhands.compat.bossman.errors import WorkerFailed, WorkerRefused
 from manyhands.compat.bossman.variables import Variable, variables_of
 from manyhands.core.boss import lines_for, listening
 from manyhands.core.errors import LinkBroken, LinkError, UsageError
 from manyhands.core.plan import Plan, ScheduleName, Stage
 from manyhands.links.hub import Hub
-from manyhands.planner.cost import PeerPower
-from manyhands.planner.partition import DoesNotFit, partition
 from manyhands.stages import commands as words
 from manyhands.stages.carrier import exchanging
 from manyhands.stages.errors import PlanBroken, StepFailed
 from manyhands.stages.layers import Spec, specs_of
+from manyhands.stages.optimizers import check_steps
 from manyhands.stages.pipeline import Pipeline
+from manyhands.stages.precision import casting, precision_here
 from manyhands.stages.recipes import Recipe, describe
 from manyhands.wire.tensors import empty, spec_of
 
@@ -117,11 +117,12 @@ class BossMan:
 
     # -- before the first step --------------------------------------------------------------------
 
-    async def distribute_model(self) -> None:
+    async def distribute_model(self, *, stages_per_worker: int = 1) -> None:
         """Deal the layers to the workers that are here, in proportion to their free memory.
 
-        Raises PlanError for fewer layers than workers, DoesNotFit (where, and by how much),
-        WorkerRefused, WorkerFailed. A model that was distributed before is forgotten.
+        `train_step(schedule="interleaved")` needs several stages per worker. Raises PlanError for
+        fewer layers than that makes stages, DoesNotFit (where, and by how much), WorkerRefused,
+        WorkerFailed. A model that was distributed before is forgotten.
         """
         recipes = [
             describe(spec.kind, spec.kwargs, nn.Module, f"layer {index}")
@@ -131,12 +132,12 @@ class BossMan:
         workers = list(self._crew)
         if not workers:
             raise PlanBroken("all workers are gone", hint="start some: setup_host(...)")
-        plan = await asyncio.to_thread(self._planned, workers)
-        mine = {stage.peers[0]: range(stage.first, stage.end) for stage in plan.stages[1:-1]}
+        plan = await asyncio.to_thread(deal, self._specs, workers, stages_per_worker)
         ranks = {worker: rank for rank, worker in enumerate(workers, 1)}
 
         def build(number: int, worker: Worker) -> words.Build:
-            layers = tuple((index, recipes[index - 1]) for index in mine[ranks[worker]])
+            mine = [range(stage.first, stage.end) for stage in plan.stages_of(ranks[worker])]
+            layers = tuple((index, recipes[index - 1]) for own in mine for index in own)
             return words.Build(number, layers, self._seed)
 
         self._workers = workers
@@ -148,9 +149,13 @@ class BossMan:
         )
 
     async def send_optimizer(self, kind: type[Optimizer], kwargs: Mapping[str, Any]) -> None:
-        """Each worker makes one for its parameters. Raises WorkerRefused, WorkerFailed."""
+        """Each worker makes one for its parameters.
+
+        Raises UsageError for one that asks for a closure, WorkerRefused, WorkerFailed.
+        """
         pipeline = self._in_plan()
         recipe: Recipe = describe(kind, kwargs, Optimizer, "the optimizer")
+        check_steps(kind)
         await self._ask(lambda number, _: words.Optimize(number, recipe))
         pipeline.optimize(
             lambda parameters: kind(parameters, **kwargs)
@@ -170,17 +175,18 @@ class BossMan:
         """The prediction: a leaf, whose `grad` the loss's backward fills.
 
         A forward before it that had no backward is forgotten. Under `torch.no_grad()` there is
-        nothing to go back to.
+        nothing to go back to; under `torch.autocast` workers cast, too.
         """
         pipeline, extra = self._in_plan(), _checked(x, extra_inputs)
-        keep = torch.is_grad_enabled()
+        keep, cast_to = torch.is_grad_enabled(), precision_here()  # of this thread
 
         def own() -> Any:  # noqa: ANN401
             pipeline.close()
             pipeline.reschedule(1, "afab")
-            return pipeline.forward(x, extra) if keep else pipeline.predict(x, extra)
+            with casting(self._device, cast_to):
+                return pipeline.forward(x, extra) if keep else pipeline.predict(x, extra)
 
-        made = await self._ask(lambda number, _: words.Forward(number, keep), own)
+        made = await self._ask(lambda number, _: words.Forward(number, keep, cast_to), own)
         leaves = tuple(_leaf(part, keep) for part in _parts(cast("Tensors", made)))
         self._prediction = leaves if keep else None
         return leaves[0] if isinstance(made, Tensor) else leaves
@@ -219,7 +225,8 @@ class BossMan:
     ) -> float:
         """Forward, backward and optimizer at once, in microbatches; returns the batch's loss.
 
-        `loss_fn` is the mean over rows, as torch's losses are by default. It runs here.
+        `loss_fn` is the mean over rows, as torch's losses are by default. It runs here. Under
+        `torch.autocast` all peers cast in their forwards.
         """
         pipeline, extra = self._in_plan(), _checked(x, extra_inputs)
         self._check_optimizer()
@@ -228,15 +235,26 @@ class BossMan:
                 f"a loss with reduction={getattr(loss_fn, 'reduction', None)!r}",
                 hint='microbatches are put together by their rows: use reduction="mean"',
             )
+        if pipeline.has_gradients:
+            raise UsageError(
+                "gradients of a backward() wait for optim_step()",
+                hint="await boss.optim_step() first: train_step() is a step of its own",
+            )
         pipeline.plan.replace(microbatches=microbatches, schedule=schedule)  # or a PlanError
+        if schedule == "interleaved":
+            check_interleaved(self.plan)
+        cast_to = precision_here()
 
         def own() -> float:
             pipeline.close()
             pipeline.reschedule(microbatches, schedule)
-            return pipeline.step(x, y, extra)
+            with casting(self._device, cast_to):
+                return pipeline.step(x, y, extra)
 
         self._loss_fn, self._prediction = loss_fn, None
-        return await self._ask(lambda number, _: words.Step(number, microbatches, schedule), own)
+        return await self._ask(
+            lambda number, _: words.Step(number, microbatches, schedule, cast_to), own
+        )
 
     async def model_train(self) -> None:
         """As nn.Module.train, on all workers."""
@@ -323,29 +341,6 @@ class BossMan:
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _planned(self, workers: list[Worker]) -> Plan:
-        """The model on the workers, in proportion to their memory, between the boss's two ends."""
-        costs = [
-            cost_of(spec, f"model[{index}] {getattr(spec.kind, '__name__', spec.kind)}")
-            for index, spec in enumerate(self._specs)
-        ]
-        powers = [PeerPower(name=w.name, memory_bytes=w.free_bytes) for w in workers]
-        try:
-            dealt = partition(costs, powers, by="memory")
-        except DoesNotFit as error:  # of what a plan offers against it a boss has nothing
-            error.hint = (
-                "add a worker or memory (`manyhands worker --memory MIB`), or cut a layer; for the "
-                "optimizer two tensors a parameter are reckoned, as Adam has"
-            )
-            raise
-        stages = [(stage.end - stage.first, [stage.lead + 1]) for stage in dealt.stages]
-        return Plan.of_stages(
-            [(1, [0]), *stages, (1, [0])],
-            names=["input", *(layer.name for layer in dealt.layers), "output"],
-            peers=[words.BOSS, *dealt.peers],
-            schedule="afab",
-        )
-
     def _enter(self, run: str, plan: Plan) -> None:
         try:
             self._group = open_group(
@@ -382,8 +377,8 @@ class BossMan:
         outcome: Outcome[None] = await self._call(lambda number, _: words.Describe(number), None)
         self._judge(outcome)
         return [
-            _entries(worker.name, outcome.answers[worker], stage)
-            for worker, stage in zip(self._workers, self.plan.stages[1:-1], strict=True)
+            _entries(worker.name, outcome.answers[worker], self.plan.stages_of(rank))
+            for rank, worker in enumerate(self._workers, 1)
         ]
 
     async def _ask(
@@ -478,11 +473,12 @@ def _leaf(tensor: Tensor, keep: bool) -> Tensor:
     return leaf.requires_grad_() if keep and leaf.is_floating_point() else leaf
 
 
-def _entries(worker: str, answer: words.Answer, stage: Stage) -> tuple[words.Entry, ...]:
+def _entries(worker: str, answer: words.Answer, stages: Sequence[Stage]) -> tuple[words.Entry, ...]:
     """What a worker says that it has, if it is of its own layers. Raises WorkerFailed."""
     entries = answer.entries if isinstance(answer, words.Done) else ()
     keys = {(entry.layer, entry.name) for entry in entries}
-    if len(keys) < len(entries) or any(not stage.first <= key[0] < stage.end for key in keys):
+    own = {index for stage in stages for index in range(stage.first, stage.end)}
+    if len(keys) < len(entries) or any(layer not in own for layer, _ in keys):
         raise WorkerFailed(worker, "it says that it has the state of layers that are not its own")
     return entries
 

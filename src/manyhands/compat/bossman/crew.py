@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Self, TypeVar, overload
 
+from manyhands._version import __version__
 from manyhands.compat.bossman.errors import NoWorkers
 from manyhands.core.address import HubAddress, is_loopback
 from manyhands.core.errors import (
@@ -41,6 +42,8 @@ ANSWER_S = 1800.0  # for a worker that lives
 _PARTING_S = 2.0
 _SHOWN = 8  # of those who were turned away
 _MOST_WARNED = 1000
+_SAME = f"the boss is of {__version__}, and both have to be of one"
+_ODD = f"what it says is not understood; {_SAME}"
 
 
 class Worker(NamedTuple):
@@ -252,19 +255,25 @@ class Crew(Sequence[Worker]):
         except WireError as error:
             if self._is_first(sender):
                 log.warning("not understood: %s", error)
+                if sender.incarnation not in self._workers:  # it would wait for commands
+                    self._turned_away.append(f"{sender} ({_ODD})")
+                    self._refuse(sender, _ODD)
             return
         if isinstance(word, words.Offer):
             reason = self._admit(word, sender)
             if reason is not None and self._is_first(sender):
                 log.warning("worker %r (%s) is turned away: %s", word.name, sender, reason)
-                with contextlib.suppress(PeerGone):
-                    words.say(self._link, sender, words.Refuse(reason))
+                self._refuse(sender, reason)
             return
         with self._changed:
             # What nobody waits for is not kept: it may come without end.
             if sender.incarnation in self._workers and word.id == self._asked:
                 self._answers[word.id, sender.incarnation] = word
                 self._changed.notify_all()
+
+    def _refuse(self, sender: PeerId, reason: str) -> None:
+        with contextlib.suppress(PeerGone):
+            words.say(self._link, sender, words.Refuse(reason))
 
     def _is_first(self, sender: PeerId) -> bool:
         """Whether this is the first wrong word of a sender: one that goes on fills no log."""
@@ -283,6 +292,9 @@ class Crew(Sequence[Worker]):
             shown = offer.name if is_peer_name(offer.name) else repr(offer.name)
             if not (is_peer_name(offer.name) and is_peer_name(offer.device)):
                 reason = f"its name or its device cannot be: {PEER_NAME_HINT}"
+            elif offer.release != __version__:
+                # Its words may be others, and of one that it cannot read nobody hears.
+                reason = f"it is of release {offer.release[:40]!r}; {_SAME}"
             elif offer.name in {words.BOSS, *(w.name for w in self._workers.values())}:
                 reason = f"there is a peer named {offer.name} already: a name of its own for each"
             elif len(self._workers) >= self._num_wanted:
