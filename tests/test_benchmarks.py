@@ -251,16 +251,16 @@ def test_scale(tmp_path: Path) -> None:
 
 
 def test_data(tmp_path: Path) -> None:
-    ways = "direct,thread,process,torch-direct,torch,overlap-thread,overlap-process"
+    digits = ["direct", "thread", "process", "torch-direct", "torch"]
+    photos = ["photos-thread", "overlap-thread", "overlap-process"]
+    ways = ",".join(digits + photos)
     keys = ROW | {"way", "workers", "batch", "wait_s", "ratio_to_torch"}
     rows = rows_of(tmp_path, "data", "--way", ways, "--turns", "1", keys=keys)
-    rows, overlaps = rows[:-2], rows[-2:]
-    assert [row["way"] for row in overlaps] == ["overlap-thread", "overlap-process"]
-    for row in overlaps:
+    assert [row["way"] for row in rows] == digits + photos
+    for row in rows[-2:]:
         assert row.keys() >= {"decode_s", "step_s", "ratio_to_larger"}
-    assert [row["way"] for row in rows] == ["direct", "thread", "process", "torch-direct", "torch"]
-    assert all(row["identical"] for row in rows)
-    assert {row["samples"] for row in rows} == {1797}
+    assert all(row["identical"] and row["cpu_per_sample_s"] > 0 for row in rows[:-2])
+    assert [row["samples"] for row in rows[:-2]] == [1797] * 5 + [24]
 
 
 def test_cluster(tmp_path: Path) -> None:
