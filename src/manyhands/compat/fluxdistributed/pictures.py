@@ -178,13 +178,17 @@ def _places(table: Any, wanted: frozenset[int], bad: Bad) -> list[int]:  # noqa:
 
 def _ids_of(table: Any, bad: Bad) -> Iterator[int | None]:  # noqa: ANN401
     """The class of each row; None: it cannot be read. Labels at hand are looked at, no more."""
+    if (labels := _labels_of(table)) is not None:
+        yield from map(_id_of, labels)
+        return
     rules = Rules(policy="raise" if bad == "raise" else "skip")
-    reader = Reader(Source(dataset=table, batch=1, collate=list, rules=rules), seed=0, alone=False)
+    source = Source(dataset=table, batch=1, collate=list, rules=rules)
+    reader = Reader(source, seed=0, alone=False)
     for place in range(len(table)):
         own, number = table, place
         while isinstance(own, Composed):
             own, number = own.drawn_from(number)
-        if (labels := _labels_of(own)) is not None:
+        if own is not table and (labels := _labels_of(own)) is not None:
             yield _id_of(labels[number])
             continue
         read = reader.read(Marks(0, (place,), [place]))
