@@ -6,15 +6,18 @@ scikit-learn's digits are written as a tree of PNG files, 8 x 8, a folder a clas
 them from there by the same table (ImageTree), in batches of `--batch`, shuffled. Ways:
     direct, thread, process   our Loader: without workers, with `--workers` threads or processes
     torch-direct, torch       torch's DataLoader without workers, with as many processes, that stay
+    photos-WAY                the same of photographs (scikit-learn's, 640 x 427), 4 in a batch
 Each way has a process with one torch thread, and they take turns of one epoch, so that a
 disturbance of the machine meets all alike. The seconds of a row are of an epoch. Ratios are medians
 over turns, each next to the other's of the same moment: to `torch`, or without workers to
-`torch-direct`. `identical`: every epoch had each image once, with its label.
+`torch-direct`. `identical`: every epoch had each image once, with its label. `cpu_per_sample_s`: of
+all its processes. Python's part of that is done by one thread at a time, and is much the same for
+an image of any size; a decoder lets others run meanwhile.
 
-Rows `overlap-thread` and `overlap-process`: one worker decodes photographs (scikit-learn's) while
-the loop multiplies matrices for as long as that takes. `decode_s` and `step_s` are of a batch, each
-alone; `ratio_to_larger` is what a batch takes of the loop, over the larger of the two: 1.0 means
-that one is hidden behind the other, 2.0 that they take turns. `wait_s`: of it, waiting for data.
+Rows `overlap-thread` and `overlap-process`: one worker decodes photographs while the loop
+multiplies matrices for as long as that takes. `decode_s` and `step_s` are of a batch, each alone;
+`ratio_to_larger` is what a batch takes of the loop, over the larger of the two: 1.0 means that one
+is hidden behind the other, 2.0 that they take turns. `wait_s`: of it, waiting for data.
 With `--device cuda` that loop is on a GPU, which gets the photographs too (`device=` of the Loader,
 also where decoding is timed alone), and a step ends when the GPU has.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import statistics
 import sys
@@ -34,9 +38,12 @@ import psutil
 from guardian import guarded
 from harness import Worker, cpu_of, machine, quantile
 
-WAYS = "direct,thread,process,torch-direct,torch,overlap-thread,overlap-process"
+_LOADERS = ("direct", "thread", "process", "torch-direct", "torch")
+WAYS = ",".join(
+    (*_LOADERS, *(f"photos-{way}" for way in _LOADERS), "overlap-thread", "overlap-process")
+)
 SEED = 5
-PHOTOS = 24  # files of an overlap's tree
+PHOTOS = 24  # files of the tree of photographs
 PHOTO_BATCH = 4
 WARM_UP = 2  # batches of an overlap's turn that do not count
 
@@ -57,16 +64,17 @@ def write_digits(folder: Path) -> None:
 
 
 def write_photos(folder: Path) -> None:
+    from PIL import Image
     from sklearn.datasets import load_sample_images
 
-    loaded = load_sample_images()
+    written = []
+    for image in load_sample_images().images:
+        Image.fromarray(image).save(file := io.BytesIO(), "png")  # which takes longer than to read
+        written.append(file.getvalue())
     for number in range(PHOTOS):
-        image = loaded.images[number % len(loaded.images)]
-        from PIL import Image
-
         target = folder / f"{number % 2}" / f"{number}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(target)
+        target.write_bytes(written[number % len(written)])
 
 
 def loader_of(way: str, folder: str, batch: int, workers: int):
@@ -103,7 +111,7 @@ def read_main(way: str, folder: str, batch: int, workers: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    loader = loader_of(way, folder, batch, workers)
+    loader = loader_of(way.removeprefix("photos-"), folder, batch, workers)
     read_epoch(loader)  # workers start, files are in the page cache
     print(json.dumps({"ready": True}), flush=True)
     for _ in sys.stdin:
@@ -178,8 +186,8 @@ def measure(args, ways: list[str]) -> list[dict]:
         write_photos(folder / "photos")
         crew: dict[str, Worker] = {}
         for way in ways:
-            data = folder / ("photos" if way.startswith("overlap") else "digits")
-            shape = (way, data, args.batch, args.workers, args.device)
+            data = folder / ("photos" if of_photos(way) else "digits")
+            shape = (way, data, batch_of(way, args), args.workers, args.device)
             crew[way] = stack.enter_context(Worker(__file__, "--reader", *shape))
             crew[way].hear()  # one after the other: they are not to disturb each other's start
         said: dict[str, list[dict]] = {way: [] for way in ways}
@@ -194,6 +202,14 @@ def measure(args, ways: list[str]) -> list[dict]:
     return [row_of(way, args, said[way]) for way in ways]
 
 
+def of_photos(way: str) -> bool:
+    return way.startswith(("photos-", "overlap-"))
+
+
+def batch_of(way: str, args) -> int:
+    return PHOTO_BATCH if of_photos(way) else args.batch
+
+
 def row_of(way: str, args, turns: list[dict]) -> dict:
     times = sorted(turn["time"] for turn in turns)
     overlaps = way.startswith("overlap")
@@ -203,7 +219,7 @@ def row_of(way: str, args, turns: list[dict]) -> dict:
         "tls": False,
         "peers": 1,
         "workers": 1 if overlaps else 0 if "direct" in way else args.workers,
-        "batch": PHOTO_BATCH if overlaps else args.batch,
+        "batch": batch_of(way, args),
         "turns": len(turns),
         "median_s": statistics.median(times),
         "p10_s": quantile(times, 0.1),
@@ -221,6 +237,8 @@ def row_of(way: str, args, turns: list[dict]) -> dict:
         return row
     row["samples"] = turns[0]["seen"][0]
     row["samples_per_s"] = row["samples"] / row["median_s"]
+    # A turn's is counted in hundredths of a second.
+    row["cpu_per_sample_s"] = statistics.mean(turn["cpu"] for turn in turns) / row["samples"]
     row["seen"] = turns[0]["seen"]
     row["identical"] = all(turn["seen"] == turns[0]["seen"] for turn in turns)
     return row
@@ -230,7 +248,8 @@ def add_ratios(rows: list[dict]) -> None:
     """How many times as fast, turn by turn, as torch with the same workers."""
     by_way = {row["way"]: row for row in rows}
     for row in rows:
-        base = by_way.get("torch-direct" if "direct" in row["way"] else "torch")
+        of = "photos-" if row["way"].startswith("photos-") else ""
+        base = by_way.get(of + ("torch-direct" if "direct" in row["way"] else "torch"))
         row["ratio_to_torch"] = None
         if base is not None and "seen" in row:
             pairs = zip(base["turn_s"], row["turn_s"], strict=True)
@@ -241,7 +260,7 @@ def add_ratios(rows: list[dict]) -> None:
 def show(rows: list[dict]) -> None:
     for r in rows:
         line = (
-            f"{r['way']:16}{r['workers']} workers {1e3 * r['median_s']:8.1f} ms "
+            f"{r['way']:20}{r['workers']} workers {1e3 * r['median_s']:8.1f} ms "
             f"({1e3 * r['p10_s']:.1f}-{1e3 * r['p90_s']:.1f}) cpu {r['cpu_s']:.3f} s "
         )
         if "ratio_to_larger" in r:
@@ -250,7 +269,9 @@ def show(rows: list[dict]) -> None:
                 f"and step {1e3 * r['step_s']:.1f} ms, waits {1e3 * r['wait_s']:.1f} ms"
             )
         else:
-            line += f"{r['samples_per_s']:.0f} images/s"
+            line += (
+                f"({1e3 * r['cpu_per_sample_s']:.3f} ms an image) {r['samples_per_s']:.0f} images/s"
+            )
             line += "" if r["ratio_to_torch"] is None else f" {r['ratio_to_torch']:.2f}x torch"
         print(line)
 

@@ -312,14 +312,16 @@ def test_scale(tmp_path: Path) -> None:
 
 
 def test_data(tmp_path: Path) -> None:
-    options = ["--way", "direct,thread,process,torch-direct,torch,overlap-thread", "--turns", "1"]
+    digits = ["direct", "thread", "process", "torch-direct", "torch"]
+    photos = ["photos-thread", "overlap-thread", "overlap-process"]
+    ways = ",".join(digits + photos)
     keys = ROW | {"way", "workers", "batch", "wait_s", "ratio_to_torch"}
-    rows = rows_of(tmp_path, "data", *options, keys=keys)
-    overlap = rows.pop()
-    assert overlap.keys() >= {"decode_s", "step_s", "ratio_to_larger"}
-    assert [row["way"] for row in rows] == ["direct", "thread", "process", "torch-direct", "torch"]
-    assert all(row["identical"] for row in rows)
-    assert {row["samples"] for row in rows} == {1797}
+    rows = rows_of(tmp_path, "data", "--way", ways, "--turns", "1", keys=keys)
+    assert [row["way"] for row in rows] == digits + photos
+    for row in rows[-2:]:
+        assert row.keys() >= {"decode_s", "step_s", "ratio_to_larger"}
+    assert all(row["identical"] and row["cpu_per_sample_s"] > 0 for row in rows[:-2])
+    assert [row["samples"] for row in rows[:-2]] == [1797] * 5 + [24]
 
 
 def test_cluster(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import csv
 import logging
 import math
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from manyhands.core.errors import UsageError
 from manyhands.observe import Console, Csv, Desk, JsonLines, Records, TensorBoard, Wandb, adapt
+from manyhands.observe.events import Hears
 
 
 @pytest.mark.parametrize("make", [Console, Records, lambda: Desk([])])
@@ -36,6 +38,7 @@ def test_wandb_is_and_loads_nothing_yet():
 @pytest.fixture(scope="module")
 def lightning():
     """Loaded before the leak check looks: torch makes itself a folder."""
+    import_module("torch.utils.tensorboard")
     return import_module("lightning_fabric.loggers")
 
 
@@ -50,6 +53,21 @@ def test_one_of_lightnings(lightning, tmp_path):
     with (tmp_path / "run" / "version_0" / "metrics.csv").open(newline="") as file:
         rows = [(int(row["step"]), float(row["train/loss"])) for row in csv.DictReader(file)]
     assert rows == [(0, 0.5), (1, 0.25)]
+
+
+def test_lightnings_writer_of_a_process_that_was_resumed(lightning, tmp_path, caplog):
+    """Its folder says how far it was, as that of a SummaryWriter does."""
+    for steps, value in ((range(5), 0.5), (range(3, 7), 0.25)):
+        logger = adapt(lightning.TensorBoardLogger(tmp_path, name="run", version=0))
+        logger.log_hyperparams({"lr": 0.1})
+        for step in steps:
+            logger.log_metrics({"train/loss": value}, step)
+        logger.finalize("success")
+    found = EventAccumulator(str(tmp_path / "run" / "version_0"))
+    found.Reload()
+    rows = sorted((event.step, event.value) for event in found.Scalars("train/loss"))
+    assert rows == [*((step, 0.5) for step in range(5)), (5, 0.25), (6, 0.25)]
+    assert len(caplog.records) == 1
 
 
 def test_one_of_pythons_logging(caplog):
@@ -165,9 +183,13 @@ def test_what_is_none(thing, words):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("kind", ["function", "by name", "log", "writer"])
-def test_a_place_that_has_rows_already_is_sent_what_comes_after_them(kind):
-    rows = []
+@pytest.mark.parametrize(
+    "kind",
+    ["function", "by name", "log", "writer", "run", "logger", "logger that hears", "logging"],
+)
+def test_a_place_that_has_rows_already_is_sent_what_comes_after_them(kind, caplog, tmp_path):
+    caplog.set_level(logging.DEBUG)
+    rows, others = [], []
 
     class Place:
         def log(self, metrics, step):
@@ -176,14 +198,59 @@ def test_a_place_that_has_rows_already_is_sent_what_comes_after_them(kind):
         def add_scalar(self, name, value, step):
             rows.append(step)
 
+    class Theirs(logging.Logger):
+        def debug(self, *args):
+            pass
+
+        def log(self, level, form, text):
+            rows.append(int(text.split()[1]))
+
+    class Own:
+        def log_metrics(self, metrics, step):
+            rows.append(step)
+
+        def log_hyperparams(self, params):
+            others.append(params)
+
+        def finalize(self, status):
+            others.append(status)
+
+    class Hearing(Own):
+        def log_event(self, event):
+            others.append(event)
+
     def by_name(metrics, *, step):
         rows.append(step)
+
+    class Run:
+        summary, config, id = {}, {}, "7"
+        settings = SimpleNamespace(wandb_dir=str(tmp_path))
+
+        def define_metric(self, *_, **more):
+            pass
+
+        def log(self, values):
+            rows.append(values["step"])
 
     place = Place()
     if kind == "log":
         del Place.add_scalar
-    thing = {"function": place.log, "by name": by_name}.get(kind, place)
-    logger = adapt(thing, last=7)
+    things = {
+        "function": place.log,
+        "by name": by_name,
+        "run": Run(),
+        "logger": Own(),
+        "logger that hears": Hearing(),
+        "logging": Theirs("theirs"),
+    }
+    logger = adapt(things.get(kind, place), last=7)
+    logger.log_hyperparams({"lr": 0.1})
     for step in (5, 6, 7, 8, 9, 8):
         logger.log_metrics({"train/loss": 0.5}, step)
+    assert isinstance(logger, Hears) == (kind == "logger that hears")
+    if isinstance(logger, Hears):
+        logger.log_event("an event")
+    logger.finalize("success")
     assert rows == [8, 9]
+    heard = ["an event"] if "hears" in kind else []
+    assert others == ([{"lr": 0.1}, *heard, "success"] if "logger" in kind else [])

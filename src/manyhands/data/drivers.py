@@ -33,7 +33,8 @@ _KINDS: Mapping[str, Kind] = {
     "FileTree": "folder",
 }
 _CACHES = "its options say where files of any name are written; cache = true keeps copies, too"
-# File systems that do more than read, as somebody else's file may tell them to.
+# File systems that do more than read, as somebody else's file may tell them to. The user's own code
+# may: it could do the same without us.
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("simplecache", "filecache", "blockcache", "cached"), _CACHES),
     "reference": "it evaluates what it reads",
@@ -60,13 +61,15 @@ def open_storage(
     *,
     packages: Mapping[str, str] | None = None,
     cached: bool = True,
+    trusted: bool = False,
 ) -> Storage:
     """The store of a `storage` table; `source` names its file and entry. Touches nothing.
 
     `packages` are the Julia packages of drivers that the file asks for. With `cached=False` a
-    cache is checked but not used. Raises RegistryError with everything that is wrong.
+    cache is checked but not used. `trusted` is what the user's own code says, not a file: it may
+    name any file system. Raises RegistryError with everything that is wrong.
     """
-    fields = Fields(storage, source)
+    fields = Fields(storage, source, trusted=trusted)
     name = fields.need("driver", str)
     kind = fields.choice("type", _KINDS)
     cache = _cache_folder(fields)
@@ -84,8 +87,15 @@ def open_storage(
 class Fields:
     """The fields of a `storage` table; collects what is wrong with them."""
 
-    def __init__(self, table: Mapping[str, object], source: str, above: str = "storage.") -> None:
-        self.source = source
+    def __init__(
+        self,
+        table: Mapping[str, object],
+        source: str,
+        above: str = "storage.",
+        *,
+        trusted: bool = False,
+    ) -> None:
+        self.source, self.trusted = source, trusted
         self.problems: list[str] = []
         self._table, self._above = table, above
 
@@ -234,8 +244,12 @@ def _fsspec(fields: Fields) -> Store | None:
     if not url:
         return None
     for name, scheme in _schemes({"url": url, "options": options}):
-        if scheme in _REFUSED:
-            fields.problem(name, f"{scheme} is not for a Data.toml: {_REFUSED[scheme]}")
+        if scheme in _REFUSED and not fields.trusted:
+            fields.problem(
+                name,
+                f"{scheme} is not for a Data.toml: {_REFUSED[scheme]} (your own code may name it: "
+                "dataset(NAME, path=URL))",
+            )
     try:
         return store_at(url, options)
     except UsageError as error:

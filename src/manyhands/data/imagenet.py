@@ -73,6 +73,11 @@ class Solutions(Sequence[Solution]):
                 self.disagreeing.append(number)
             yield row.image
 
+    @property
+    def ids(self) -> Sequence[int]:
+        """The class of each image, by number."""
+        return self._classes
+
     def __len__(self) -> int:
         return len(self._classes)
 
@@ -191,6 +196,11 @@ class ImageNetTable:
         else:
             read = train_solutions if split == "train" else val_solutions
             self._rows = self.solutions = read(self._tree, classes=classes)
+
+    @property
+    def labels(self) -> Sequence[int] | None:
+        """The id of each image's class, for which no image is read; None for test."""
+        return None if self.solutions is None else self.solutions.ids
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -96,22 +96,27 @@ class Reader:
         begin_sample(origin)
         if self._seeds:
             seed_all(number_of(origin))
-        sample = self._table[number] if self._policy == "raise" else self._guarded(number)
+        raises = self._policy == "raise"
+        sample = self._table[number] if raises else guarded(self._table, number)
         if self._transform is None:
             return sample
         with named(lambda: place_of(self._table, number)):
             return self._transform(sample)
 
-    def _guarded(self, number: int) -> Any:  # noqa: ANN401
-        try:
-            return self._table[number]
-        except BadSample:
+
+def guarded(table: Any, number: int) -> Any:  # noqa: ANN401
+    """A sample of any table. What a foreign one raises is BadSample, but for what the machine is to
+    blame for.
+    """
+    try:
+        return table[number]
+    except BadSample:
+        raise
+    except Exception as error:
+        if _is_of_the_machine(error) or is_trusted(table, number):
             raise
-        except Exception as error:
-            if _is_of_the_machine(error) or is_trusted(self._table, number):
-                raise
-            where, what = place_of(self._table, number), str(error) or "no message"
-            raise BadSample(where, f"{type(error).__name__}: {what}") from None
+        where, what = place_of(table, number), str(error) or "no message"
+        raise BadSample(where, f"{type(error).__name__}: {what}") from None
 
 
 def _draws(source: Source) -> bool:

@@ -64,6 +64,8 @@ class DataSet:
     file: str
     """The Data.toml that it is from, or what it was given by."""
     packages: Mapping[str, str] = field(repr=False)
+    given: bool = False
+    """Whether the place is the user's own, by `path`, and from no Data.toml."""
 
     def open(self, *, cached: bool = True) -> BlobTree | Blob:
         """The files of it: a tree or a single one, as `storage.type` says, or what is there.
@@ -72,7 +74,9 @@ class DataSet:
         Raises RegistryError, DataError, NotThere.
         """
         source = f"{self.file}: {self.name!r}"
-        storage = open_storage(self.storage, source, packages=self.packages, cached=cached)
+        storage = open_storage(
+            self.storage, source, packages=self.packages, cached=cached, trusted=self.given
+        )
         try:
             root = root_of(storage.store)
         except DataError as error:
@@ -105,7 +109,7 @@ def dataset(
 ) -> DataSet:
     """The data set of this name: `name`, `name#sub/path` or `name?key=value#sub/path`.
 
-    With `path` (a path or an fsspec URL) the data are there, and no Data.toml is looked at. With
+    With `path` (a path or any fsspec URL) the data are there, and no Data.toml is looked at. With
     `project` that one is looked at and no other. Raises UsageError.
     """
     parsed = parse_spec(spec)
@@ -218,6 +222,7 @@ def _given(spec: Spec, path: str | os.PathLike[str]) -> DataSet:
         fragment=spec.fragment,
         file="path=",
         packages={},
+        given=True,
     )
 
 

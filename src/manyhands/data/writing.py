@@ -1,7 +1,8 @@
 """Writing: a new entry in a Data.toml.
 
 The entry is appended and all else stays as it was, comments too. Writers take turns by a lock on
-the folder; readers see the old file or the new one, whatever happens meanwhile.
+the folder; readers see the old file or the new one, whatever happens meanwhile. What a writer that
+was killed has left, the next one clears.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from manyhands.core.errors import DataError, RegistryError, UsageError
+from manyhands.data.drafts import drafting
 from manyhands.data.drivers import open_storage
 from manyhands.data.project import FILE_NAME, VERSION, Entry, Project, parse_project
 from manyhands.data.stores import is_url
@@ -121,17 +123,16 @@ def _texts(project: Project | None) -> dict[str, str]:
 
 
 def _replace(target: Path, text: str) -> None:
-    part = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
-    try:
-        with part.open("x", encoding="utf-8", newline="") as file:
-            if target.exists():
-                os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
+    rights = target.stat().st_mode & 0o777 if target.exists() else None
+    # Never more than the file will have; its owner's own, for whoever has to clear it after a kill.
+    mode = 0o666 if rights is None else rights | 0o600
+    with drafting(target.parent, target.name, mode) as draft:
+        with open(draft.number, "w", encoding="utf-8", newline="", closefd=False) as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
+        os.fsync(draft.number)
+        if rights is not None:
+            os.fchmod(draft.number, rights)
+        os.replace(draft.path, target)
 
 
 @contextmanager

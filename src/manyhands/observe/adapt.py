@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from manyhands.core.errors import UsageError
 from manyhands.observe import tensorboard, wandb
 from manyhands.observe.base import Logger, Steps, plain
 from manyhands.observe.console import Records
+from manyhands.observe.events import Happening, Hears
 
 _TAKEN = (
     "an object with log_metrics, log_hyperparams and finalize (any logger of manyhands or "
@@ -30,26 +31,30 @@ def adapt(thing: Any, *, last: int | None = None) -> Logger:  # noqa: ANN401
     """A logger for it: itself, if it is one. Raises UsageError for what is none of these.
 
     What is made into one gets no step twice. Of a place that outlives the process, only its owner
-    knows up to which step it has rows already: the `last` one, after which others are sent. That of
-    a SummaryWriter is found in its folder.
+    knows up to which step it has rows already: the `last` one, after which others are sent, to a
+    logger as well. That of a SummaryWriter, and of Lightning's TensorBoardLogger, which is one, is
+    found in its folder.
 
-    In this order: a logger; one of Python's logging; a SummaryWriter (`add_scalar`); a run of
+    In this order: one of Python's logging; a logger; a SummaryWriter (`add_scalar`); a run of
     wandb; anything with `log(dict, step=...)`; a callable of (dict, step).
     """
     if isinstance(thing, type):
         raise UsageError(
             f"{thing.__name__} is a class, not a logger", hint=f"make one: {thing.__name__}(...)"
         )
-    if isinstance(thing, Logger):
-        return thing
     if isinstance(thing, logging.Logger):
-        return Records(thing)
+        thing = Records(thing)
+    if isinstance(thing, Logger):
+        if last is None and not _is_lightnings_writer(thing):
+            return thing
+        return _Hearing(thing, last) if isinstance(thing, Hears) else _Further(thing, last)
     if callable(getattr(thing, "add_scalar", None)):
         return _Writer(thing, last)
-    last = -1 if last is None else last
     log = getattr(thing, "log", None)
     if callable(log) and callable(getattr(thing, "define_metric", None)):
-        return wandb.Rows(_run_of(thing))
+        rows = wandb.Rows(_run_of(thing))
+        return rows if last is None else _Further(rows, last)
+    last = -1 if last is None else last
     if callable(log) and _takes(log, {}, step=0):
         return _Log(thing, last)
     if callable(thing):
@@ -59,6 +64,11 @@ def adapt(thing: Any, *, last: int | None = None) -> Logger:  # noqa: ANN401
             return _Adapted(lambda metrics, step: thing(metrics, step=step), last)
         raise UsageError(f"{thing!r} cannot be called with (dict, step)", hint=f"pass {_TAKEN}")
     raise UsageError(f"a {type(thing).__name__} is no logger", hint=f"pass {_TAKEN}")
+
+
+def _is_lightnings_writer(logger: Logger) -> bool:
+    """By its name: Lightning need not be here, and has two packages."""
+    return any(kind.__name__ == "TensorBoardLogger" for kind in type(logger).__mro__)
 
 
 def _run_of(thing: Any) -> Any:  # noqa: ANN401
@@ -97,22 +107,56 @@ class _Adapted:
         pass
 
 
-class _Writer(_Adapted):
-    """A SummaryWriter of torch or of tensorboardX."""
+class _InFolder(_Adapted):
+    """What writes event files of TensorBoard: how far it was is found there, unless it is told."""
 
-    def __init__(self, writer: Any, last: int | None) -> None:  # noqa: ANN401
-        super().__init__(self._add, -1 if last is None else last)
-        self._writer, self._looked = writer, last is not None
+    def __init__(
+        self,
+        send: Callable[[dict[str, float], int], object],
+        last: int | None,
+        owner: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(send, -1 if last is None else last)
+        self._owner, self._looked = owner, last is not None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if not self._looked:
             self._looked = True
             # Of these names alone: what else is logged with the writer has steps of its own.
-            folder = getattr(self._writer, "log_dir", None) or getattr(self._writer, "logdir", None)
+            folder = getattr(self._owner, "log_dir", None) or getattr(self._owner, "logdir", None)
             if isinstance(folder, str) and find_spec("tensorboard") is not None:
                 last = tensorboard.last_step(Path(folder), metrics.keys())
                 self._steps = Steps(last, there=folder)
         super().log_metrics(metrics, step)
+
+
+class _Further(_InFolder):
+    """A logger whose place has rows already."""
+
+    def __init__(self, logger: Logger, last: int | None) -> None:
+        super().__init__(logger.log_metrics, last, logger)
+        self._logger = logger
+
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
+        self._logger.log_hyperparams(params)
+
+    def finalize(self, status: str) -> None:
+        self._logger.finalize(status)
+
+
+class _Hearing(_Further):
+    """One that takes events too; those have ids, and may come again."""
+
+    def log_event(self, event: Happening) -> None:
+        cast("Hears", self._logger).log_event(event)
+
+
+class _Writer(_InFolder):
+    """A SummaryWriter of torch or of tensorboardX."""
+
+    def __init__(self, writer: Any, last: int | None) -> None:  # noqa: ANN401
+        super().__init__(self._add, last, writer)
+        self._writer = writer
 
     def _add(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -110,6 +110,27 @@ def test_skip_leaves_the_step_out_on_all_devices_and_counts_it(kind, caplog):
     assert "step 1 is skipped on all devices, with its 12 samples" in said[0]
 
 
+@pytest.mark.parametrize(("on_oom", "steps"), [("skip", 5), ("split", 6)])
+def test_memory_that_is_short_before_anything_is_computed(on_oom, steps, monkeypatch):
+    """What BatchNorm has is copied first: two of its three buffers are, in the second step."""
+    plain, count = torch.Tensor.clone, [0]
+
+    def clone(tensor):
+        if tensor.dtype is torch.int64 and threading.current_thread().name.startswith("device 1"):
+            count[0] += 1
+            if count[0] == 2:
+                raise shortage("gpu")
+        return plain(tensor)
+
+    setup, buffer = prepared()
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    result = train(F.cross_entropy, setup, buffer, logger=quiet, on_oom=on_oom)
+    assert (result.steps, result.skipped) == (steps, 6 - steps)
+    assert count[0] == 6 + (on_oom == "split")  # which tries again
+    assert int(setup.models[1].norm.num_batches_tracked) == steps + (on_oom == "split") * 5
+    assert same(setup.models[0], setup.models[1])
+
+
 def test_a_skipped_step_is_as_if_its_samples_were_not_there():
     """The others go on with the next rows, not with those that were skipped."""
     table = data(72)

@@ -39,9 +39,9 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("program.py")
 
 
-def together(model_of, workers=2, table=None, opt_of=lambda rank: SGD, **options):
+def together(model_of, workers=2, table=None, opt_of=lambda rank: SGD, where=None, **options):
     """syncgrads and getgrads, as threads: what each of them returned or raised, main first."""
-    where = f"local:///{secrets.token_hex(8)}"
+    where = where or f"local:///{secrets.token_hex(8)}"
     table = data(52) if table is None else table
     # One by one: threads share the generator that models draw from.
     models = [model_of(rank) for rank in range(workers + 1)]
@@ -67,9 +67,12 @@ def together(model_of, workers=2, table=None, opt_of=lambda rank: SGD, **options
         return list(threads.map(act, range(workers + 1)))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_together_are_one_device_with_all_the_rows(workers):
-    main, *results = together(lambda rank: mlp(), workers, epochs=2, log_every=1)
+@pytest.mark.parametrize(("workers", "link"), [(1, "local"), (3, "local"), (2, "amqp")])
+def test_workers_together_are_one_device_with_all_the_rows(workers, link, request):
+    where = None
+    if link == "amqp":
+        where = f"{request.getfixturevalue('broker').url()}?run=flux-{secrets.token_hex(8)}"
+    main, *results = together(lambda rank: mlp(), workers, where=where, epochs=2, log_every=1)
     alone, expected = trained(
         mlp(), data(52), ["cpu"], 4 * workers, options={"epochs": 2}, log_every=1
     )

@@ -15,6 +15,9 @@ from manyhands.compat.fluxdistributed import prepare_training
 from manyhands.compat.fluxdistributed.hands import cores_for
 from manyhands.compat.fluxdistributed.setup import resolve
 from manyhands.core.errors import UsageError
+from manyhands.data import ImageNetTable, ImageTree, Mixture
+from manyhands.data.imagenet import ROOT
+from tests.compat.fluxdistributed.imagenet import SYNSETS
 from tests.compat.fluxdistributed.models import ADAM, SGD, data, mlp, same, trained
 
 
@@ -79,6 +82,21 @@ def test_classes_of_a_table_that_says_its_labels_or_has_one_hot_rows():
     hot = TensorDataset(torch.arange(3.0), torch.eye(4)[[2, 0, 2]])
     setup, _ = prepare_training(mlp(), hot, ["cpu"], SGD, 4, classes=[2])
     assert [float(setup.source.dataset[place][0]) for place in range(2)] == [0.0, 2.0]
+
+
+def test_classes_of_imagenet_are_known_without_reading_a_picture(imagenet, monkeypatch):
+    def no(*_):
+        raise AssertionError("read")
+
+    monkeypatch.setattr("manyhands.data.picture.read_picture", no)
+    table = ImageNetTable(imagenet)
+    for key in (table, Mixture([table, ImageTree(imagenet / ROOT / "train")])):
+        setup, _ = prepare_training(mlp(), key, ["cpu"], SGD, 4, classes=[2, 9])
+        size = setup.source.size
+        assert size == len(key) // 5  # of the ten classes
+        places = [setup.source.dataset.where(place) for place in range(size)]
+        assert len(set(places)) == 80
+        assert {place.split("/")[-2] for place in places} == {SYNSETS[2], SYNSETS[9]}
 
 
 def test_a_transform_makes_x_of_what_is_read():

@@ -271,6 +271,41 @@ def test_bad_samples_are_replaced_or_raised():
         trained(mlp(), data(50), ["cpu"], 4, options={"bad": "ignore"})
 
 
+class Foreign(Torn):
+    """It knows no BadSample."""
+
+    def __getitem__(self, place):
+        try:
+            return super().__getitem__(place)
+        except BadSample:
+            raise ValueError(f"row {place}") from None
+
+
+@pytest.mark.parametrize("transform", [None, lambda x: x], ids=["plain", "transformed"])
+@pytest.mark.parametrize("table", [Torn, Foreign])
+def test_bad_samples_among_rows_of_some_classes_are_left_out_and_counted(table, transform):
+    bad = {3, 17, 40}
+    options = {"epochs": 1, "classes": [0, 1], "transform": transform}
+    rows = sum(int(y) in (0, 1) for place, (_, y) in enumerate(data(50)) if place not in bad)
+    for policy in ("skip", "replace"):
+        read = table(data(50), bad)
+        setup, result = trained(
+            *(mlp(), read, ["cpu"], 8), options=options | {"bad": policy}, log_every=1
+        )
+        assert setup.source.size == rows + len(bad)  # of which class these are nobody can tell
+        assert result.history[-1]["data/bad"] == len(bad)
+    with pytest.raises((BadSample, ValueError), match=r"file 3: cut short|row 3"):
+        prepare_training(mlp(), table(data(50), bad), ["cpu"], SGD, 8, **options)
+
+
+def test_errors_of_a_transform_are_errors():
+    def wrong(x):
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        trained(mlp(), Seen(data(50)), ["cpu"], 8, options={"transform": wrong, "bad": "skip"})
+
+
 @pytest.mark.parametrize(
     ("devices", "said"), [(1, "no sample of epoch 0 can be read"), (2, "all are bad")]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import struct
 import tomllib
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import RegistryError, UsageError
+from manyhands.data import CsvTable
 from manyhands.data.drivers import DRIVERS, open_storage
 from manyhands.data.project import EXAMPLE, make_project, parse_project, read_project
 from manyhands.data.registry import dataset
@@ -84,6 +87,108 @@ name="SomeJuliaStorage"
     uuid="5f3c9d3b-8d5b-4d36-bd8b-5e3a2f7cf1a4"
 """
 
+AS_THEIRS = """
+# All that the Data.toml of DataSets.jl's own tests has, in words of ours: comments between the
+# fields, one UUID for several entries, names in a group, data in the file, a driver of somebody's.
+data_config_version=1
+
+#--------------------------------------------------
+[[datasets]]
+description="One file"
+name="one_file"
+uuid="71f5a1a9-2c39-4bd4-9f42-2f2e8a7c5d11"
+
+    [datasets.storage]
+    driver="FileSystem"
+    type="Blob"
+    path="@__DIR__/content/hello.txt"
+
+    # [[datasets.maps]]
+    # type="text"
+    # parameters={encoding="UTF-8"}
+
+[[datasets]]
+description="The same file, in a group"
+name="some_group/one_file"
+uuid="71f5a1a9-2c39-4bd4-9f42-2f2e8a7c5d11"
+
+    [datasets.storage]
+    driver="FileSystem"
+    type="Blob"
+    path="@__DIR__/content/hello.txt"
+
+#--------------------------------------------------
+[[datasets]]
+description="Rows, packed"
+name="packed_rows"
+uuid="e0ad7f5c-4d9e-4f37-8f0c-cb0f6c7e4b52"
+
+    [datasets.storage]
+    driver="FileSystem"
+    type="Blob"
+    path="@__DIR__/rows.csv.gz"
+
+[[datasets]]
+name="a_folder"
+uuid="0a3bb8a0-77f1-4c51-b6ac-0c0a4a0d7c95"
+
+    [datasets.storage]
+    driver="FileSystem"
+    type="BlobTree"
+    path="@__DIR__/content"
+
+#--------------------------------------------------
+[[datasets]]
+description="Eight bytes: a number"
+name="a_number"
+uuid="71f5a1a9-2c39-4bd4-9f42-2f2e8a7c5d11"
+
+    [datasets.storage]
+    driver="TomlDataStorage"
+    type="Blob"
+    data="AAAAAAAA+D8="
+
+[[datasets]]
+description="Two folders"
+name="two_folders"
+uuid="71f5a1a9-2c39-4bd4-9f42-2f2e8a7c5d11"
+
+    [datasets.storage]
+    driver="TomlDataStorage"
+    type="BlobTree"
+
+# written by a program
+
+        [datasets.storage.data.f2]
+        "z.txt" = "MiB6"
+        "y.txt" = "MiB5"
+
+        [datasets.storage.data.f1]
+        "z.txt" = "MSB6"
+        "y.txt" = "MSB5"
+
+#--------------------------------------------------
+[[datasets]]
+name="anothers_file"
+uuid="785b3cdc-428e-426f-a3f7-3f6ae88a9637"
+
+    [datasets.storage]
+    driver="AnotherDriver"
+    type="Blob"
+    data="eA=="
+
+[[datasets]]
+name="anothers_tree"
+uuid="4af3a8a9-983b-487b-bfd8-804ca50b4a0c"
+
+    [datasets.storage]
+    driver="AnotherDriver"
+    type="BlobTree"
+
+        [datasets.storage.data]
+        "y.txt" = "eQ=="
+"""
+
 
 def problems(config):
     with pytest.raises(RegistryError) as caught:
@@ -117,6 +222,27 @@ def test_version_1(folder):
     assert elsewhere.storage["data"] == "whatever it likes"
     with pytest.raises(RegistryError, match="Julia package 'SomeJuliaPackage'"):
         elsewhere.open()
+
+
+def test_a_file_as_datasets_jl_tests_with(folder):
+    (folder.parent / "Data.toml").write_text(AS_THEIRS)
+    (folder.parent / "rows.csv.gz").write_bytes(gzip.compress(b"name,age\nAda,36\n"))
+    project = read_project(folder.parent / "Data.toml")
+
+    def opened(name):
+        return dataset(name, project=project).open()
+
+    assert len(project.entries) == 8
+    for name in ("one_file", "some_group/one_file", "a_folder#hello.txt"):
+        assert opened(name).read_text() == "Hello\n"
+    assert list(CsvTable(opened("packed_rows"))) == [{"name": "Ada", "age": "36"}]
+    assert struct.unpack("<d", opened("a_number").read_bytes()) == (1.5,)
+    texts = {blob.name: blob.read_text() for blob in opened("two_folders").walk()}
+    assert texts == {"f1/y.txt": "1 y", "f1/z.txt": "1 z", "f2/y.txt": "2 y", "f2/z.txt": "2 z"}
+    for name in ("anothers_file", "anothers_tree"):
+        assert dataset(name, project=project).storage["data"]
+        with pytest.raises(RegistryError, match="got 'AnotherDriver'"):
+            opened(name)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from manyhands.data.project import EXAMPLE
 from manyhands.data.registry import search_path
 from manyhands.data.stores import UrlStore
 
-from .conftest import config
+from .conftest import CONTENT, config
 
 ENTRY = """
 [[datasets]]
@@ -141,6 +142,18 @@ def test_a_path_is_given_in_code(folder):
         mh.data.dataset("x", path=folder, project={})
     with pytest.raises(RegistryError, match=r"storage\.path: is empty"):
         mh.data.dataset("x", path="").open()
+
+
+def test_a_url_in_code_may_name_any_file_system(folder, tmp_path, monkeypatch):
+    """Also those that a Data.toml, which may be somebody else's, is not to choose."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where they have their copies
+    for scheme in ("simplecache", "filecache"):
+        url = f"{scheme}::file://{folder}"
+        with pytest.raises(RegistryError, match=r"is not for a Data.toml.*path=URL"):
+            mh.data.dataset("x", project=config({"driver": "fsspec", "url": url}, "x")).open()
+        found = mh.data.dataset("x", path=url)
+        for one in (found, pickle.loads(pickle.dumps(found))):
+            assert {blob.name: blob.read_bytes() for blob in one.open().walk()} == CONTENT
 
 
 def test_a_data_set_is_pickled(folder):

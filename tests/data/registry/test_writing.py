@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
@@ -101,10 +102,44 @@ for number in range(5):
     register(f"{sys.argv[1]}-{number}", "/data", file=sys.argv[2])
 """
     file = tmp_path / "shared" / "Data.toml"
-    writers = [subprocess.Popen([sys.executable, "-c", code, w, str(file)]) for w in "abcd"]
-    assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
-    names = {f"{writer}-{number}" for writer in "abcd" for number in range(5)}
-    assert set(read_project(file).entries) == names
+    register("first", "/data", file=file)
+    # Long enough to be met half written, by somebody who reads all the while.
+    file.write_text(f"# {'x' * (1 << 20)}\n{file.read_text()}")
+    seen, ends = {"first"}, []
+    with ExitStack() as stack:
+        commands = [[sys.executable, "-c", code, name, str(file)] for name in "abcd"]
+        writers = [stack.enter_context(subprocess.Popen(command)) for command in commands]
+        while len(ends) < len(writers):
+            ends = [writer.poll() for writer in writers if writer.poll() is not None]
+            there = set(read_project(file).entries)
+            assert seen <= there
+            seen = there
+    assert ends == [0, 0, 0, 0]
+    assert seen == {"first"} | {f"{name}-{number}" for name in "abcd" for number in range(5)}
+
+
+def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):
+    code = """
+import os, sys
+from manyhands.data.writing import register
+def replace(*_):
+    print("written", flush=True)
+    sys.stdin.read()  # until it is killed
+os.replace = replace
+register("two", "/data", file=sys.argv[1])
+"""
+    file = tmp_path / "shared" / "Data.toml"
+    register("one", "/data", file=file)
+    before = file.read_bytes()
+    command = [sys.executable, "-c", code, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout.readline() == b"written\n"
+        writer.kill()
+    assert file.read_bytes() == before
+    assert len(list(file.parent.iterdir())) == 2  # and what it has written
+    register("three", "/data", file=file)
+    assert set(read_project(file).entries) == {"one", "three"}
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_turn_that_does_not_end_is_told(tmp_path, monkeypatch):

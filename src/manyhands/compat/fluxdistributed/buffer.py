@@ -113,8 +113,16 @@ def views_of(layout: Layout, device: torch.device) -> Views:
 class Kept:
     """BatchNorm writes its statistics in forward: what is undone must undo them, too."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._was = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    def __init__(self) -> None:
+        self._was: dict[str, Tensor] = {}
+
+    def take(self, model: nn.Module) -> None:
+        """Copies of the buffers. Where memory runs out meanwhile, the model is as it was, and what
+        is missing can be taken later, before anything changes it.
+        """
+        for name, buffer in model.named_buffers():
+            if name not in self._was:
+                self._was[name] = buffer.detach().clone()
 
     def changed(self, model: nn.Module) -> set[str]:
         """The names of buffers that are not as they were, to the bit.
@@ -135,7 +143,8 @@ class Kept:
     def restore(self, model: nn.Module) -> None:
         """The buffers as they were, and no gradients."""
         for name, buffer in model.named_buffers():
-            buffer.copy_(self._was[name])
+            if name in self._was:  # else nothing has been done yet
+                buffer.copy_(self._was[name])
         for parameter in model.parameters():
             parameter.grad = None
 

@@ -158,7 +158,7 @@ class Loop:
         """The loss over all devices; None if the step was skipped."""
         replica = self._replica
         replica.pace.before(self._now.step)
-        before = Kept(replica.model)
+        before = Kept()
         try:
             verdict = self._agreed(batch, before)
             whole = verdict is None or not is_short(self._check)
@@ -189,6 +189,7 @@ class Loop:
     def _attempt(self, batch: Batch, before: Kept) -> Verdict:
         replica, own, value = self._replica, None, 0.0
         try:
+            before.take(replica.model)
             value = self._computed(batch, before)
         except Exception as error:
             if not is_out_of_memory(error):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,11 +10,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
+from manyhands.compat.fluxdistributed.feed import Bad
 from manyhands.core.errors import UsageError
+from manyhands.data.fetch import Marks
 from manyhands.data.files import as_tree, place_in
 from manyhands.data.imagenet import Solutions, class_ids, path_of
 from manyhands.data.picture import read_picture
-from manyhands.data.table import named, place_of
+from manyhands.data.quarantine import Rules
+from manyhands.data.reader import Reader, guarded
+from manyhands.data.source import Source
+from manyhands.data.table import Composed, named, place_of
 
 Transform = Callable[[Tensor], Any]
 
@@ -109,8 +114,11 @@ def table_of(
     transform: Callable[[Any], Any] | None,
     classes: Iterable[int] | None,
     split: str,
+    bad: Bad = "raise",
 ) -> Any:  # noqa: ANN401
-    """A table for the key. Raises UsageError for what is none, and if no row is left."""
+    """A table for the key. Raises UsageError for what is none, and if no row is left. Rows whose
+    class only reading them could tell, and that are `bad`, are kept, or raise BadSample.
+    """
     wanted = None if classes is None else _ids(classes)
     if isinstance(key, Solutions):
         rows = key if wanted is None else _kept(key, wanted)
@@ -121,8 +129,8 @@ def table_of(
         raise UsageError(f"a {type(key).__name__} is no table", hint=_HINT)
     if not len(key):
         raise UsageError("the table is empty", hint="at least one row is needed")
-    table = key if wanted is None else _Chosen(key, _places(key, wanted))
-    return table if transform is None else _Transformed(table, transform)
+    table = key if wanted is None else _Chosen(key, _places(key, wanted, bad))
+    return table if transform is None else _Transformed(table, transform, bad)
 
 
 def tree_of(dataset: Any) -> Any:  # noqa: ANN401
@@ -157,16 +165,42 @@ def _kept(key: Solutions, wanted: frozenset[int]) -> Solutions:
     return Solutions(key.labels, rows)
 
 
-def _places(table: Any, wanted: frozenset[int]) -> list[int]:  # noqa: ANN401
-    """The rows of these classes. Labels that are at hand are looked at, others are read."""
-    given = getattr(table, "labels", getattr(table, "targets", None))
-    if isinstance(table, TensorDataset):
-        given = table.tensors[-1]
-    ids = (table[place][1] for place in range(len(table))) if given is None else given
-    places = [place for place, label in enumerate(ids) if _id_of(label) in wanted]
+def _places(table: Any, wanted: frozenset[int], bad: Bad) -> list[int]:  # noqa: ANN401
+    """The rows of these classes, and those of which nobody can tell: what becomes of a bad sample
+    is decided, and counted, where it is trained on.
+    """
+    ids = enumerate(_ids_of(table, bad))
+    places = [place for place, known in ids if known is None or known in wanted]
     if not places:
         raise UsageError("the table has no row of these classes", hint="ids count from 0")
     return places
+
+
+def _ids_of(table: Any, bad: Bad) -> Iterator[int | None]:  # noqa: ANN401
+    """The class of each row; None: it cannot be read. Labels at hand are looked at, no more."""
+    if (labels := _labels_of(table)) is not None:
+        yield from map(_id_of, labels)
+        return
+    rules = Rules(policy="raise" if bad == "raise" else "skip")
+    source = Source(dataset=table, batch=1, collate=list, rules=rules)
+    reader = Reader(source, seed=0, alone=False)
+    for place in range(len(table)):
+        own, number = table, place
+        while isinstance(own, Composed):
+            own, number = own.drawn_from(number)
+        if own is not table and (labels := _labels_of(own)) is not None:
+            yield _id_of(labels[number])
+            continue
+        read = reader.read(Marks(0, (place,), [place]))
+        yield _id_of(read.batch[0][1]) if read.num else None
+
+
+def _labels_of(table: Any) -> Any:  # noqa: ANN401
+    """Those that it has at hand, by row; or None."""
+    if isinstance(table, TensorDataset):
+        return table.tensors[-1]
+    labels = getattr(table, "labels", None)
+    return getattr(table, "targets", None) if labels is None else labels
 
 
 def _id_of(label: Any) -> int:  # noqa: ANN401
@@ -183,20 +217,27 @@ class _Chosen:
     def __getitem__(self, index: int) -> Any:  # noqa: ANN401
         return self._table[self._places[index]]
 
+    def drawn_from(self, index: int) -> tuple[Any, int]:
+        """The table that knows what is bad, and the row there."""
+        return self._table, self._places[index]
+
     def where(self, index: int) -> str:
         """Of the row that it is."""
         return place_of(self._table, self._places[index])
 
 
 class _Transformed:
-    def __init__(self, table: Any, transform: Callable[[Any], Any]) -> None:  # noqa: ANN401
+    def __init__(self, table: Any, transform: Callable[[Any], Any], bad: Bad) -> None:  # noqa: ANN401
         self._table, self._transform = table, transform
+        self._guarded = bad != "raise"
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        x, y = self._table[index]
+        # By its `where` this table is trusted, so that errors of `transform` stay what they are:
+        # what a foreign table raises is made a BadSample here, where the two can be told apart.
+        x, y = guarded(self._table, index) if self._guarded else self._table[index]
         return self._transform(x), y
 
     def where(self, index: int) -> str:

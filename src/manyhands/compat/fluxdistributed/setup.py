@@ -216,6 +216,7 @@ def prepare(
         transform=options.transform,
         classes=options.classes,
         split="train",
+        bad=options.bad,
     )
     source = Source(dataset=table, batch=options.batchsize * world, drop_last=options.drop_last)
     calendar = Calendar(source.size, source.batch, source.drop_last)

@@ -39,7 +39,8 @@ def train_step(
     memory: the same gradient, but for layers that look at several rows at once. If it raises, the
     model is as before.
     """
-    before = Kept(model)
+    before = Kept()
+    before.take(model)
     try:
         value = compute(loss, buffer[slot], model, x, y, before, pieces=pieces)
     except BaseException:

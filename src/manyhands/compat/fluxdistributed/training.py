@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -210,15 +211,15 @@ def judge_for(
     if val is None:
         return None
     options = setup.options
+    made = partial(table_of, val, classes=None, split="val", bad=options.bad)
     if isinstance(val, Solutions):
-        transform = transform or options.transform
-        val = table_of(val, dataset=options.dataset, transform=transform, classes=None, split="val")
+        val = made(dataset=options.dataset, transform=transform or options.transform)
     elif transform is not None:
         if is_batch(val):
             raise UsageError(
                 "val_transform, and val is a batch", hint="a batch is taken as it is: leave it out"
             )
-        val = table_of(val, dataset=None, transform=transform, classes=None, split="val")
+        val = made(dataset=None, transform=transform)
     return Judge(
         *(val, loss),
         batchsize=setup.batchsize,
