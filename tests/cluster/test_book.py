@@ -344,6 +344,8 @@ def test_a_promise_is_looked_at_when_its_time_has_come():
     assert story.book.next_due_s() == now_s + 9
     story.book.ask(now_s + 9)
     assert story.book.next_due_s() == now_s + PATIENCE_S
+    story.book.adopt(Decisions(promise=Promise(2, now_s + 12), again_s=now_s + 11), now_s + 9)
+    assert story.book.next_due_s() == now_s + 11
 
 
 def test_what_could_not_be_stored_has_not_happened(pair):

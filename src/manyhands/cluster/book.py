@@ -73,7 +73,7 @@ class Book:
         self.poisoned: dict[int, Exception] = {}
         """Jobs that cannot go on, and why: a bug of ours each."""
         self._asked_s = now_s
-        self._promised_s = math.inf
+        self._promised_s = self._tell_s = math.inf
         self._again_s = math.inf
         self._hub, self._terms = hub, terms
         self._version = version
@@ -126,9 +126,8 @@ class Book:
             if job.ending is None and job.spec.time_s is not None and job.started_s is not None
         ]
         due += [due_s for due_s, name, _ in self._overdue() if not self._hosts[name].evicted]
-        due += [
-            at_s for at_s in (self._promised_s, self._again_s) if self._asked_s < at_s < math.inf
-        ]
+        asked = (self._promised_s, self._tell_s, self._again_s)
+        due += [at_s for at_s in asked if self._asked_s < at_s < math.inf]
         return min(due, default=None)
 
     # -- users -----------------------------------------------------------------------------------
@@ -318,6 +317,7 @@ class Book:
                 self._place(job, places, now_s)
         self.waits = dict(decisions.waits)
         self._promised_s = math.inf if decisions.promise is None else decisions.promise.by_s
+        self._tell_s = decisions.again_s
         self.is_stale = was_stale  # what the schedule placed is nothing new to it
 
     # -- changes ---------------------------------------------------------------------------------
