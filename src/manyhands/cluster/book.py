@@ -62,6 +62,7 @@ class Book:
         version: int = 0,
         hub: Hub = no_hub,
         terms: Mapping[str, str] | None = None,
+        asked: Mapping[str, int | None] | None = None,
     ) -> None:
         self.decide = decide
         self.lease_s = lease_s
@@ -76,6 +77,7 @@ class Book:
         self._promised_s = self._tell_s = math.inf
         self._again_s = math.inf
         self._hub, self._terms = hub, terms
+        self._asked = asked or {}
         self._version = version
         self._jobs = Jobs(jobs, next_id)
         self._hosts = {
@@ -144,7 +146,7 @@ class Book:
             if known.spec != spec:
                 raise KeyTaken(key, known.id)
             return self._jobs.changed.get(known.id, known), False
-        check_slots(spec.gpus, self._hosts)
+        check_slots(spec.gpus, self._hosts, self._asked)
         self._jobs.check_room(spec)
         job = Job(id=self._jobs.next_id, spec=spec, key=key, reason="submitted", submitted_s=now_s)
         self._jobs.next_id += 1
