@@ -436,7 +436,7 @@ def test_no_agent_of_its_own(world):
     said = world.up("--slots", "0")
     assert world.cluster.nodes() == []
     job = world.submit("true")
-    agent = world.join()
+    agent = world.join(typed=True)
     assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
     # It goes down; the agent is a user's, stays, and comes back to the next.
     assert said.end() == 0
