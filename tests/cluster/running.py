@@ -89,7 +89,14 @@ class World:
         code = code or self._join_code(port or self.port)
         with (self.folder / f"{name}.err").open("ab") as errors:
             agent = self.start(
-                *("agent", code if typed else "-", "--state", str(self.folder / name), "--name", name),
+                *(
+                    "agent",
+                    code if typed else "-",
+                    "--state",
+                    str(self.folder / name),
+                    "--name",
+                    name,
+                ),
                 *("--slots", "1"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
