@@ -90,6 +90,16 @@ class TestHost:
     def keepers(self) -> list[psutil.Process]:
         return [process for process in self.family() if process.ppid() == self.agent.pid]
 
+    def ranks(self) -> list[psutil.Process]:
+        """What keepers have started, by age, whatever it is by now."""
+        found: list[psutil.Process] = []
+        for keeper in self.keepers():
+            try:
+                found += keeper.children()
+            except psutil.NoSuchProcess:
+                continue
+        return sorted(found, key=lambda one: (one.create_time(), one.pid))
+
     def said(self, rank: int = 0, job: int = 1, attempt: int = 0) -> list[psutil.Process]:
         """The processes that a rank names after `up`, once it has."""
         self.office.wait_log(b"up ", rank, job, attempt)

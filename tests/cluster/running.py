@@ -82,21 +82,29 @@ class World:
         self._stack.callback(end, process)
         return process
 
-    def join(self, name="other", port=None, *, code=None):
+    def join(self, name="other", port=None, *, code=None, typed=False):
         """`manyhands agent` with a code, by default the one that `up` printed: a host of one slot
-        that nobody starts again. `port` leads to the coordinator.
+        that nobody starts again. `port` leads to the coordinator. `typed`: the code is an argument.
         """
+        code = code or self._join_code(port or self.port)
         with (self.folder / f"{name}.err").open("ab") as errors:
             agent = self.start(
-                *("agent", "-", "--state", str(self.folder / name), "--name", name),
+                *(
+                    "agent",
+                    code if typed else "-",
+                    "--state",
+                    str(self.folder / name),
+                    "--name",
+                    name,
+                ),
                 *("--slots", "1"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
             )
         self._stack.callback(agent.stdout.close)
-        agent.stdin.write((code or self._join_code(port or self.port)).encode())
-        agent.stdin.close()
+        with agent.stdin:
+            agent.stdin.write(b"" if typed else code.encode())
         agent.stdin = None
         return agent
 

@@ -4,6 +4,7 @@ is left, and what cannot be known is said to be lost.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -264,6 +265,73 @@ def test_an_agent_at_some_moments_of_a_start(host, pause_s) -> None:
         assert {end.exit_code for end in ended.ended} == {0}
     host.office.want(want(POLITE, job=2))
     host.said(job=2)  # it is as good as new
+
+
+def test_a_rank_at_some_moments_of_its_start(host) -> None:
+    """From before its program is there: it was started once, is the failure, and ends the other."""
+    for job, pause_s in enumerate([0.0, 0.01, 0.03, 0.1], start=1):
+        host.office.want(want(counted(host.folder, STAYS[-1]), job=job, ranks=2, grace_s=0.1))
+        host.until(lambda: len(host.ranks()) == 2)
+        killed, other = host.ranks()
+        threading.Event().wait(pause_s)  # a place in its life, as above
+        killed.kill()
+        ended = host.office.wait_phase(Phase.ENDED, job=job)
+        assert (ended.failure.exit_code, ended.lost) == (137, ""), pause_s
+        assert gone([killed, other])
+        count = host.folder / "count"
+        assert (count.read_text() if count.exists() else "") in ("", "x", "xx"), pause_s
+        count.unlink(missing_ok=True)
+
+
+def test_everything_at_some_moments_of_a_start(host) -> None:
+    """As an agent alone: begun once or not at all, and said so by the next."""
+    for job, pause_s in enumerate([0.0, 0.03, 0.1], start=1):
+        host.office.want(want(counted(host.folder, LEAVES_DAEMON[-1]), job=job, grace_s=0.1))
+        threading.Event().wait(pause_s)
+        agent = psutil.Process(host.agent.pid)
+        agent.suspend()  # it starts nothing more
+        processes = [*host.family(), agent]
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        host.agent.wait()
+        host.start()
+        ended = host.office.wait_phase(Phase.ENDED, job=job)
+        count = host.folder / "count"
+        assert (count.read_text() if count.exists() else "") in ("", "x"), pause_s
+        if not ended.lost:
+            assert {end.exit_code for end in ended.ended} == {0}
+        assert gone(processes)
+        count.unlink(missing_ok=True)
+
+
+# The network, while a job is cancelled
+
+
+def test_a_network_that_is_lost_before_the_agent_hears_of_the_end(host) -> None:
+    host.office.want(want(DEAF, grace_s=0.1))
+    processes = host.said()
+    host.office.cut()
+    host.office.want(want(DEAF, grace_s=0.1, stop=True))
+    assert all(process.is_running() for process in processes)
+    host.office.mend()
+    ended = host.office.wait_phase(Phase.ENDED)
+    assert (ended.failure, ended.lost) == (None, "")
+    assert gone(processes)
+
+
+def test_a_network_that_is_lost_before_the_end_is_reported(host) -> None:
+    """Its processes end all the same; what it says then is the end that was asked for."""
+    host.office.want(want(DEAF, grace_s=0.5))
+    processes = host.said()
+    host.office.want(want(DEAF, grace_s=0.5, stop=True))
+    host.office.wait_log(b"asked")
+    host.office.cut()
+    assert gone(processes)
+    assert host.office.holding().phase is Phase.RUNNING
+    host.office.mend()
+    ended = host.office.wait_phase(Phase.ENDED)
+    assert (ended.failure, ended.lost) == (None, "")
 
 
 def test_an_agent_at_every_step_of_a_life(tmp_path) -> None:

@@ -31,9 +31,6 @@ def pair():
 
 
 def test_more_slots_than_there_are_is_an_error_that_says_what_there_is():
-    story = Story()
-    with pytest.raises(Unplaceable, match="no host has joined"):
-        story.submit()
     story = Story(("a", 2), ("b", 1))
     with pytest.raises(Unplaceable, match="asks for 4 slots, and the cluster has 3: a has 2, b"):
         story.submit(4)
@@ -41,6 +38,27 @@ def test_more_slots_than_there_are_is_an_error_that_says_what_there_is():
     story = Story(*((f"h{i:02}", 1) for i in range(12)))
     with pytest.raises(Unplaceable, match="4 more hosts"):
         story.submit(13)
+
+
+def test_hosts_of_the_hostfile_count_before_they_have_come():
+    story = Story(("a", 2), asked={"a": 1, "b": 3})
+    with pytest.raises(Unplaceable, match=r"has 5: a has 2, b has 3 \(not here yet\)\n"):
+        story.submit(6)
+    assert story.job(story.submit(5)).state is State.PENDING
+    story.book.hello(hello("b", slots=1), story.now_s)
+    with pytest.raises(Unplaceable, match=r"has 3: a has 2, b has 1\n"):
+        story.submit(5)
+
+
+@pytest.mark.parametrize("asked", [{}, {"a": None}], ids=["nobody", "all that it has"])
+def test_while_nobody_knows_what_there_will_be_jobs_wait(asked):
+    story = Story(decide=decide, asked=asked)
+    story.submit(5)
+    story.tick()
+    assert story.job().reason == "wants 5 slots, there are no hosts"
+    story.book.hello(hello("a", slots=2), story.now_s)
+    with pytest.raises(Unplaceable, match=r"has 2: a has 2\n"):
+        story.submit(5)
 
 
 def test_a_refused_submission_changes_nothing():
@@ -344,6 +362,8 @@ def test_a_promise_is_looked_at_when_its_time_has_come():
     assert story.book.next_due_s() == now_s + 9
     story.book.ask(now_s + 9)
     assert story.book.next_due_s() == now_s + PATIENCE_S
+    story.book.adopt(Decisions(promise=Promise(2, now_s + 12), again_s=now_s + 11), now_s + 9)
+    assert story.book.next_due_s() == now_s + 11
 
 
 def test_what_could_not_be_stored_has_not_happened(pair):
@@ -457,7 +477,7 @@ def killed():
     story.status("a")
     story.submit()
     story.run("a")
-    story.again(terms={"a": "new"})
+    story.again(terms={"a": "new"}, asked={"a": 1})
     return story
 
 
@@ -537,8 +557,8 @@ def test_an_agent_that_leaves_and_is_not_heard_again_is_forgotten(leaver):
 
 
 def test_an_agent_with_other_options_is_given_nothing_and_its_slots_do_not_count(killed):
-    with pytest.raises(Unplaceable, match="no host"):
-        killed.submit()
+    with pytest.raises(Unplaceable, match=r"cluster has 1: a has 1 \(not here yet"):
+        killed.submit(2)
     killed.book.hello(of_up(), killed.now_s)
     killed.status("a", held())
     assert killed.book.nodes()[0].state == "leaving"

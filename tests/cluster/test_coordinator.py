@@ -173,14 +173,14 @@ def test_errors_of_users_and_agents(path):
         for ask in (office.job, office.history, office.cancel, lambda id: office.wait(id, 0)):
             with pytest.raises(NoSuchJob):
                 ask(5)
-        with pytest.raises(Unplaceable):
-            office.submit(SPEC)
         with pytest.raises(NotAHost):
             office.status("a", Status(agent="x"))
         with pytest.raises(NotAHost):
             office.wants("a", "x", 0, 0.0)
         welcome = office.hello(hello("a"))
         assert (welcome.lease_s, welcome.cluster) == (300.0, office.store.cluster)
+        with pytest.raises(Unplaceable):
+            office.submit(Spec(command=("run",), gpus=3))
         poll(office, "a")
         with pytest.raises(HostTaken):
             office.hello(hello("a", agent="agent-2"))

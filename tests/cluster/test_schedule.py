@@ -217,13 +217,42 @@ def test_one_slot_is_not_needed_by_the_head_and_is_given_once() -> None:
     assert decisions.waits[4] == "wants 1 slot; would delay job 2"
 
 
-def test_lower_ones_fill_what_is_free_until_a_grace_before_that() -> None:
+def test_lower_ones_fill_what_is_free_until_the_longest_grace_before_that() -> None:
     high = msgspec.structs.replace(HEAD, priority=HIGH)
     first = msgspec.structs.replace(FIRST, priority=HIGH)
-    for now_s, may in ((10.0, True), (100.0, True), (100.5, False)):
+    for now_s, may in ((10.0, True), (99.5, True), (100.0, False)):
         decisions = decide(now_s, hosts(4), [first, high, wants(3, 2, LOW, grace_s=5.0)])
         assert placed(decisions) == ([3] if may else []), now_s
         assert decisions.promise == Promise(2, 105.0)
+    both = [wants(3, 1, LOW, grace_s=5.0), runs(wants(4, 1, LOW, grace_s=50.0), ("h0", 3))]
+    for now_s, may in ((54.5, True), (55.0, False)):
+        assert placed(decide(now_s, hosts(4), [first, high, *both])) == ([3] if may else []), now_s
+
+
+def test_a_lower_one_in_front_of_the_head_is_told_in_time_for_it() -> None:
+    """It starts when it would have without: two of its four slots come at 100."""
+    first = runs(wants(1, 2, limit_s=100.0, grace_s=0.0), *span("h0", 0, 2))
+    head, low = wants(2, 4), wants(3, 2, LOW, grace_s=50.0)
+    filled = decide(10.0, hosts(4), [first, head, low])
+    assert placed(filled) == [3]
+    assert (filled.promise, filled.again_s) == (Promise(2, 100.0), 50.0)
+    low = runs(low, *span("h0", 2, 2), since_s=10.0)
+    for now_s, told in ((49.5, ()), (50.0, ((3, 2),))):
+        decisions = decide(now_s, hosts(4), [first, head, low])
+        assert decisions.preempt == told
+        assert decisions.promise == Promise(2, 100.0)
+    told = decide(51.0, hosts(4), [first, head, ends(low, 50.0)])
+    assert (told.preempt, told.promise) == ((), Promise(2, 100.0))
+    assert placed(decide(100.0, hosts(4), [head])) == [2]
+
+
+def test_who_ends_later_than_a_lower_one_does_not_keep_it() -> None:
+    """Job 1 was cancelled, and has a day for it. Job 2 would be gone in five seconds."""
+    slow = ends(runs(wants(1, 2, grace_s=86_400.0), *span("h0", 0, 2)))
+    low = runs(wants(2, 2, LOW), *span("h0", 2, 2))
+    assert decide(1.0, hosts(4), [slow, low, wants(3, 2)]).preempt == ((2, 3),)
+    soon = msgspec.structs.replace(slow, grace_s=6.0)
+    assert decide(1.0, hosts(4), [soon, low, wants(3, 2)]).preempt == ()
 
 
 def test_lower_ones_that_run_are_room_for_the_head() -> None:
@@ -261,10 +290,31 @@ def test_without_a_limit_nothing_is_promised() -> None:
     others = [wants(3, 2, limit_s=1.0), wants(4, 1), wants(5, 1, LOW)]
     decisions = decide(0.0, hosts(4), [endless, HEAD, *others])
     assert decisions.promise == Promise(2, math.inf)
-    # 3 might be in the head's way, however short it is. 4 takes what is left over in any case, and
-    # 5 can be told to end.
-    assert placed(decisions) == [4, 5]
+    # 3 might be in the head's way, however short it is, and so might 5 for its grace. 4 takes what
+    # is left over in any case.
+    assert placed(decisions) == [4]
     assert decisions.waits[3] == "wants 2 slots; would delay job 2"
+    assert decisions.waits[5] == "wants 1 slot; would delay job 2"
+
+
+@pytest.mark.parametrize(("graces", "may"), [((0, 0), True), ((0, 5), False), ((5, 0), False)])
+def test_without_a_promise_lower_ones_fill_only_if_they_are_gone_at_once(
+    graces: tuple[float, float], may: bool
+) -> None:
+    endless = runs(wants(1, 2), *span("h0", 0, 2))
+    there = runs(wants(3, 1, LOW, grace_s=graces[0]), ("h0", 2))
+    low = wants(4, 1, LOW, grace_s=graces[1])
+    assert placed(decide(0.0, hosts(4), [endless, wants(2, 4), there, low])) == ([4] if may else [])
+
+
+def test_without_a_promise_no_lower_one_with_a_longer_grace_goes_first() -> None:
+    """Were 1 cancelled, with a day for it, the head would wait for it as long as the grace of 4."""
+    endless = runs(wants(1, 2), *span("h0", 0, 2))
+    there = runs(wants(3, 2, LOW, grace_s=5.0), *span("h0", 2, 2))
+    for grace_s, may in ((5.0, True), (6.0, False)):
+        low = wants(4, 1, LOW, grace_s=grace_s)
+        decisions = decide(0.0, hosts(6), [endless, there, wants(2, 5), low])
+        assert placed(decisions) == ([4] if may else []), grace_s
 
 
 def test_what_is_left_over_whoever_ends_first() -> None:

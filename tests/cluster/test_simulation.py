@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from manyhands.cluster.job import Place, Priority
-from manyhands.cluster.room import Floor
-from manyhands.cluster.schedule import Decisions, Entry, Host, Tick, decide
+from manyhands.cluster.room import Floor, least_above
+from manyhands.cluster.schedule import Decisions, Entry, Host, Running, Tick, decide
 
 from .simulation import Broken, Job, World, random_world, run
 
@@ -27,8 +27,10 @@ def test_everything_holds_in_random_traces(block: int) -> None:
 
 
 def test_the_traces_have_everything_in_them() -> None:
-    """Preemption, backfill, attempts after the first, heads with and without a promise."""
-    seen = dict.fromkeys(("preempted", "backfilled", "again", "promised", "unknown"), 0)
+    """Preemption, of those in front of a head too; backfill, attempts after the first, heads with
+    and without a promise.
+    """
+    seen = dict.fromkeys(("preempted", "in time", "backfilled", "again", "promised", "unknown"), 0)
 
     def watched(now_s: float, hosts: list[Host], entries: list[Entry]) -> Decisions:
         decisions = decide(now_s, hosts, entries)
@@ -36,12 +38,14 @@ def test_the_traces_have_everything_in_them() -> None:
             seen["backfilled"] += 1
         if decisions.promise is not None:
             seen["unknown" if decisions.promise.by_s == math.inf else "promised"] += 1
+            seen["in time"] += any(whom == decisions.promise.job for _, whom in decisions.preempt)
         return decisions
 
     for seed in range(200):
         jobs = run(random_world(seed), watched, seed=seed).jobs.values()
         seen["preempted"] += sum(job.preemptions for job in jobs)
         seen["again"] += sum(job.starts > 1 for job in jobs)
+    assert seen.pop("in time") > 3, seen
     assert min(seen.values()) > 50, seen
 
 
@@ -126,7 +130,50 @@ class NeverPreempts(Tick):
 class ForgetsWhoIsEnding(Tick):
     def __init__(self, *told, **options) -> None:
         super().__init__(*told, **options)
-        self._coming = 0
+        self._soon = [0 for _ in self._soon]
+
+
+class WaitsForWhoEndsLate(Tick):
+    def _given_soon(self, one: Running, rank: int) -> int:
+        return one.num_slots if one.told else 0
+
+
+class TellsThemAtThePromisedTime(Tick):
+    def _tell_s(self, by_s: float) -> float:
+        return by_s
+
+
+class ForgetsTheGracesOfOthers(Tick):
+    def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
+        graces, self._graces = self._graces, set()
+        may = super()._may_fill(head, entry, starts_s)
+        self._graces = graces
+        return may
+
+
+class FillsWithoutAPromise(Tick):
+    def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
+        return self._by_s == math.inf or super()._may_fill(head, entry, starts_s)
+
+
+class TakesLowerOnesForFree(Tick):
+    def _spare_slots(self, head: Entry) -> int:
+        if self._spare is None:
+            others = [one for one in self._running.values() if one.entry.rank >= head.rank]
+            room = self._total - sum(one.num_slots for one in others)
+            least = least_above((one.num_slots for one in others), head.slots - room)
+            self._spare = 0 if least is None else room + least - head.slots
+        return self._spare
+
+
+class LetsLongerGracesIn(Tick):
+    def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
+        graces = self._graces
+        if self._by_s == math.inf and graces != {0.0}:
+            self._graces = set()
+        may = super()._may_fill(head, entry, starts_s)
+        self._graces = graces
+        return may
 
 
 class TakesTheEndingForGone(Tick):
@@ -175,6 +222,7 @@ class TakesThemAsTheyCome(Tick):
     def __init__(self, now_s: float, hosts: list[Host], entries: list[Entry], **options) -> None:
         super().__init__(now_s, hosts, entries, **options)
         self._line = [one for one in entries if not one.places and not one.ending]
+        self._line.sort(key=lambda one: -one.rank)
 
 
 class ForgetsOneOfTheGang(Tick):
@@ -206,15 +254,21 @@ MUTANTS = {
     TrustsLimitsWithoutAPromise: 0,
     HopesForTheBestEnd: 0,
     GivesOneSlotTooMany: 0,
-    ForgetsThatRoomTakesTime: 2390,
+    ForgetsThatRoomTakesTime: 1500,
     PassesTheHeadOver: 0,
     PreemptsEquals: 0,
     NeverPreempts: 0,
     ForgetsWhoIsEnding: 0,
+    WaitsForWhoEndsLate: 70,
+    TellsThemAtThePromisedTime: 90,
+    ForgetsTheGracesOfOthers: 1320,
+    FillsWithoutAPromise: 0,
+    TakesLowerOnesForFree: 220,
+    LetsLongerGracesIn: 1320,
     TakesTheEndingForGone: 0,
-    ForgetsSinceWhenTheyEnd: 640,
+    ForgetsSinceWhenTheyEnd: 0,
     HoldsNothing: 0,
-    CountsLostHosts: 220,
+    CountsLostHosts: 0,
     GivesSlotsTwice: 0,
     IgnoresPriorities: 0,
     LastComeFirst: 0,

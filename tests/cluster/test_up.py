@@ -17,6 +17,7 @@ import pytest
 
 import manyhands
 from manyhands.cluster.client import Cluster
+from manyhands.cluster.errors import BadJob
 from manyhands.cluster.job import State
 from manyhands.cluster.starters import HELD
 from manyhands.compat.deeppool import ClusterClient
@@ -434,9 +435,8 @@ def test_a_job_has_the_hub_and_it_is_the_same_after_a_restart(world):
 def test_no_agent_of_its_own(world):
     said = world.up("--slots", "0")
     assert world.cluster.nodes() == []
-    agent = world.join()
-    world.until(lambda: [n for n in world.cluster.nodes() if n.state == "here"], "the agent")
     job = world.submit("true")
+    agent = world.join(typed=True)
     assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
     # It goes down; the agent is a user's, stays, and comes back to the next.
     assert said.end() == 0
@@ -487,6 +487,12 @@ def test_when_some_come_they_are_used_and_the_others_named(world):
     assert "warning: no agent of 127.0.0.1: ssh did not get there" in up.said()
     job = world.submit("true")
     assert world.cluster.wait(job.id, WAIT_S).exit_code == 0
+    # A job may want all that the hostfile has, and no more.
+    job = world.submit("true", gpus=2)
+    reason = "wants 2 slots, the hosts have 1"
+    world.until(lambda: world.cluster.job(job.id).reason == reason, reason)
+    with pytest.raises(BadJob, match=r"127.0.0.1 has 1 \(not here yet\), 127.0.0.2 has 1"):
+        world.submit("true", gpus=3)
     assert up.end() == 0
 
 

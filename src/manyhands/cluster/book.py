@@ -62,6 +62,7 @@ class Book:
         version: int = 0,
         hub: Hub = no_hub,
         terms: Mapping[str, str] | None = None,
+        asked: Mapping[str, int | None] | None = None,
     ) -> None:
         self.decide = decide
         self.lease_s = lease_s
@@ -73,9 +74,10 @@ class Book:
         self.poisoned: dict[int, Exception] = {}
         """Jobs that cannot go on, and why: a bug of ours each."""
         self._asked_s = now_s
-        self._promised_s = math.inf
+        self._promised_s = self._tell_s = math.inf
         self._again_s = math.inf
         self._hub, self._terms = hub, terms
+        self._asked = asked or {}
         self._version = version
         self._jobs = Jobs(jobs, next_id)
         self._hosts = {
@@ -126,9 +128,8 @@ class Book:
             if job.ending is None and job.spec.time_s is not None and job.started_s is not None
         ]
         due += [due_s for due_s, name, _ in self._overdue() if not self._hosts[name].evicted]
-        due += [
-            at_s for at_s in (self._promised_s, self._again_s) if self._asked_s < at_s < math.inf
-        ]
+        asked = (self._promised_s, self._tell_s, self._again_s)
+        due += [at_s for at_s in asked if self._asked_s < at_s < math.inf]
         return min(due, default=None)
 
     # -- users -----------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class Book:
             if known.spec != spec:
                 raise KeyTaken(key, known.id)
             return self._jobs.changed.get(known.id, known), False
-        check_slots(spec.gpus, self._hosts)
+        check_slots(spec.gpus, self._hosts, self._asked)
         self._jobs.check_room(spec)
         job = Job(id=self._jobs.next_id, spec=spec, key=key, reason="submitted", submitted_s=now_s)
         self._jobs.next_id += 1
@@ -318,6 +319,7 @@ class Book:
                 self._place(job, places, now_s)
         self.waits = dict(decisions.waits)
         self._promised_s = math.inf if decisions.promise is None else decisions.promise.by_s
+        self._tell_s = decisions.again_s
         self.is_stale = was_stale  # what the schedule placed is nothing new to it
 
     # -- changes ---------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ class Coordinator:
     `hub` gives the join code and the name of the run for an attempt. `check` may refuse a
     submission by raising a UsageError. `margin_s` is what an agent has, when its lease is over, to
     be rid of its processes: their slots are given to others after `lease_s + margin_s` of silence.
-    `terms`: an agent of `up` with others is told to leave, and its jobs begin again.
+    `terms`: an agent of `up` with others is told to leave, and its jobs begin again. `asked`: the
+    hosts that `up` starts agents on, which count for submissions before they have come.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Coordinator:
         check: Callable[[Spec], None] = nothing_more,
         decide: Decide = schedule.decide,
         terms: Mapping[str, str] | None = None,
+        asked: Mapping[str, int | None] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._store = store
@@ -119,6 +121,7 @@ class Coordinator:
             version=store.generation * _VERSIONS,
             hub=hub,
             terms=terms,
+            asked=asked,
         )
         self._book.refresh()
         self._ticker = threading.Thread(target=self._run, name="coordinator's ticker")

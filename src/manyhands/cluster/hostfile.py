@@ -47,6 +47,11 @@ class HostLine:
     """Where it is first named."""
 
     @property
+    def num_slots(self) -> int | None:
+        """How many slots it is to have; None: all it has."""
+        return len(self.gpus) or self.slots
+
+    @property
     def is_here(self) -> bool:
         """Whether it is this machine."""
         return is_loopback(self.address)

@@ -407,17 +407,23 @@ def check_hello(hello: Hello) -> None:
         raise BadReport(f"{hello.pid} cannot be the number of a process")
 
 
-def check_slots(wanted: int, hosts: Mapping[str, Host]) -> None:
-    """Raises Unplaceable if all of them together do not have so many."""
-    has = {
-        name: len(host.hello.slots) for name, host in sorted(hosts.items()) if not host.is_outdated
-    }
-    if wanted > sum(has.values()):
-        shown = [f"{name} has {count}" for name, count in list(has.items())[:8]]
-        if len(has) > len(shown):
-            shown.append(f"{len(has) - len(shown)} more hosts")
-        what = ", ".join(shown) or "no host has joined it"
-        raise Unplaceable(wanted, sum(has.values()), what)
+def check_slots(wanted: int, hosts: Mapping[str, Host], asked: Mapping[str, int | None]) -> None:
+    """Raises Unplaceable if all of them together do not have so many. `asked`: hosts that agents
+    are started on, which may not have come yet, and how many each is to have; None: all it has.
+    While nobody knows what there will be, nothing is too much.
+    """
+    has = {name: len(host.hello.slots) for name, host in hosts.items() if not host.is_outdated}
+    awaited = {name: count for name, count in asked.items() if name not in has}
+    coming = {name: count for name, count in awaited.items() if count is not None}
+    there_are = sum(has.values()) + sum(coming.values())
+    if wanted <= there_are or len(coming) < len(awaited) or not (has or awaited):
+        return
+    texts = [f"{name} has {count}" for name, count in has.items()]
+    texts += [f"{name} has {count} (not here yet)" for name, count in coming.items()]
+    shown = sorted(texts)[:8]
+    if len(texts) > len(shown):
+        shown.append(f"{len(texts) - len(shown)} more hosts")
+    raise Unplaceable(wanted, there_are, ", ".join(shown))
 
 
 def check_status(status: Status) -> None:

@@ -5,7 +5,7 @@ seen in the jobs (they run, or are `ending`).
 
     the line: high, normal, best-effort; then who was queued first
        fits into what is free            ─► placed
-       fits with what is ending, or what ─► its room is coming: it claims all that is free and
+       fits with what ends soon, or what ─► its room is coming: it claims all that is free and
        lower ones could be made to give     what it needs of the rest; lower ones are told to end
        neither                           ─► it is the head: it gets a promise
     behind the head: only who does not break the promise
@@ -16,30 +16,36 @@ hosts have is passed over: nothing that runs could end for it.
 The promise
 -----------
 A job that runs is surely gone at started + limit + grace, one that is ending at ending + grace; one
-without a limit never is. Room for a head, at a time: what is free or surely gone by then, and what
-those of lower priority hold, whom it can tell to end at any time. `by_s` is the first moment with
-room enough. Behind the head a job that would start at s is started, or gets room made for it, if
+without a limit never is. `by_s` is the first moment at which there is room for the head: what is
+free or surely gone by then, and what lower ones hold. These are told the longest grace of any of
+them before by_s, so that they are gone by then too. Behind the head a job that would start at s is
+started, or gets room made for it, if
 
-  limit   s + limit + grace <= by_s: it is gone by then.
-  spare   it takes no more slots than the head leaves of the room at by_s.
-  lower   the head can preempt it, and s + grace <= by_s: less would not be worth its while.
+  limit   it is an equal, and s + limit + grace <= by_s: it is gone by then.
+  spare   it is an equal, and takes no more slots than the head leaves of the room at by_s.
+  lower   the head can preempt it, and s + the longest grace (of it, and of the other lower ones)
+          < by_s: it is told in time.
 
 Claim: while hosts stay, limits are kept and nobody comes in front of the head, by_s never moves to
-a later time, and at by_s the head starts or its room is coming. Proof: what `limit` and `spare`
-let in leaves as much room at by_s as the head wants; what `lower` lets in is room itself; and jobs
-that end early only add to it. So there is room at by_s, as it was promised; then the head starts,
-or tells lower ones to end. by_s is also when there would have been room without backfill, if every
-job used all its time. Hence what "backfill never delays the head" means:
+a later time, and the head starts at by_s or before. Proof: what `limit` and `spare` let in leaves
+as much room at by_s as the head wants, and what `lower` lets in is room itself, since there is time
+for its grace; jobs that end early only add to it. So when the longest grace is left, there is
+enough, and whoever has to go is told; then all that the head needs is surely gone by by_s. And by_s
+is the first moment with room in any case, so it is also when the head would have started without
+backfill, if every job used all its time. Hence backfill never delays the head: neither equals nor
+lower ones do. A job in front of it that ends early may give room sooner than was promised; to that
+the head has no right (the terms of EASY backfill).
 
-  - equals in front of it do not delay it at all, measured by the time it was promised (one that
-    ends early may give room sooner than promised, to which the head has no right: the terms of
-    EASY backfill);
-  - lower ones may cost it one grace, the longest of the jobs that have to go, and no more: they
-    are all told at once. It is the price of using what would be idle until by_s.
+If by_s is unknown (jobs without limits hold what the head needs), there is no time to tell anybody
+before, and no course of things may find another in the head's way. So only these go first:
 
-If by_s is unknown (jobs without limits hold what the head needs), `limit` says nothing, and no
-course of things may find an equal in the head's way. `spare` is then what is left over in the worst
-case: of all sets of jobs whose ends would make room for the head, the one that gives the least.
+  spare   what is left over in the worst case: of all sets of jobs, lower ones among them, whose
+          ends would make room for the head, the one that gives the least. So whoever ends or is
+          told to, the head needs nothing of what these have.
+  lower   those with a grace of 0, if all lower ones have that: they are gone when they are told.
+
+And no lower one with a longer grace than those that are there: how long the head waits for others
+who are ending before it tells lower ones hangs on the longest.
 """
 
 from __future__ import annotations
@@ -93,9 +99,7 @@ class Promise(NamedTuple):
 
     job: int
     by_s: float
-    """There is room for it then: it starts, or lower ones are told to end. Infinite while jobs
-    without a limit are in its way.
-    """
+    """It starts then, or before. Infinite while jobs without a limit are in its way."""
 
 
 class Decisions(msgspec.Struct, frozen=True):
@@ -107,6 +111,8 @@ class Decisions(msgspec.Struct, frozen=True):
     waits: Mapping[int, str] = {}
     """For every job that still waits: why."""
     promise: Promise | None = None
+    again_s: float = math.inf
+    """When to ask again, if nothing happens before: lower ones have to be told for the head."""
 
 
 def decide(
@@ -157,8 +163,14 @@ class Tick:
         self._floor = Floor({name: sorted(slots) for name, slots in usable.items()})
         self._free = self._floor.count
         """Free slots that nobody in front has claimed."""
-        self._coming = sum(one.num_slots for one in self._running.values() if one.told)
-        """Slots of jobs that are ending, that nobody in front has claimed."""
+        self._longest_s = [self._longest_below(rank) for rank in RANKS]
+        """By rank: how long it may take until a job of it has what it can have others end for."""
+        self._soon = [
+            sum(self._given_soon(one, rank) for one in self._running.values()) for rank in RANKS
+        ]
+        """By rank: slots of those who were told, and are surely gone by then."""
+        self._owed = 0
+        """How many of these those in front have claimed."""
         self._jobs_end = any(one.told and one.entry.id > 0 for one in self._running.values())
         """Whether any job is ending; what has a number below 1 is none: see question.py."""
         self._told_by_s = max(
@@ -167,6 +179,10 @@ class Tick:
         self._victims = [self._victims_of(rank) for rank in RANKS]
         self._head: Entry | None = None
         self._by_s = math.inf
+        self._graces: set[float] = set()
+        """Of those that the head can preempt, told or not."""
+        self._is_telling = False
+        """Whether the longest of these is left until by_s, or less."""
         self._spare: int | None = None
         """Slots that the head leaves; None: not yet counted."""
         self._claimed = False
@@ -205,6 +221,26 @@ class Tick:
         entry = one.entry
         return Candidate(entry.started_s or 0.0, entry.id, one.num_slots, entry.grace_s)
 
+    def _longest_below(self, rank: int) -> float:
+        """The longest grace of lower ones, told or not. Hosts that are about to be ready count as
+        well: nobody is told to end for what they bring.
+        """
+        graces = (
+            one.entry.grace_s
+            for one in self._running.values()
+            if one.num_slots and (one.entry.rank < rank or one.entry.id < 1)
+        )
+        return max(graces, default=0.0)
+
+    def _given_soon(self, one: Running, rank: int) -> int:
+        """What comes of it within that time."""
+        soon = one.told and one.gone_s <= self._now_s + self._longest_s[rank]
+        return one.num_slots if soon else 0
+
+    def _coming(self, rank: int) -> int:
+        """What comes within that time, and nobody in front has claimed."""
+        return self._soon[rank] - self._owed
+
     def _lower(self, rank: int) -> list[Victims]:
         """Whom this rank may preempt: never its equals."""
         return self._victims[:rank]
@@ -228,22 +264,24 @@ class Tick:
         promise = None
         if self._head is not None and not self._claimed:
             promise = Promise(self._head.id, self._by_s)
-        return Decisions(tuple(self._place), tuple(self._preempt), self._waits, promise)
+        again_s = math.inf
+        if promise is not None and self._graces and not self._is_telling:
+            again_s = self._tell_s(promise.by_s)
+        place, preempt = tuple(self._place), tuple(self._preempt)
+        return Decisions(place, preempt, self._waits, promise, again_s)
 
     def _begin(self, entry: Entry) -> bool:
         """Place it, or claim the room that comes for it. False: there is neither."""
         if entry.slots <= self._free:
             self._start(entry)
             return True
-        needed = entry.slots - self._free - self._coming
+        needed = entry.slots - self._free - self._coming(entry.rank)
         if needed > self._below(entry.rank):
             return False
-        for victim in taken_from(self._lower(entry.rank), needed):
-            self._tell(victim.id, entry)
-            self._coming += victim.num_slots
+        self._make_room(needed, entry)
         # All that is free is held for it, even what it might not need if much comes at once:
         # who starts with the last of its slots must not wait for a second one to end.
-        self._coming -= entry.slots - self._free
+        self._owed += entry.slots - self._free
         self._free = 0
         self._claimed = self._head is None
         coming = "hosts that have room for it are about to be ready"
@@ -260,12 +298,18 @@ class Tick:
         started = msgspec.structs.replace(entry, places=places, started_s=self._now_s)
         self._running[entry.id] = Running(started, entry.slots, self._gone_s(started), False)
 
+    def _make_room(self, needed: int, whom: Entry) -> None:
+        for victim in taken_from(self._lower(whom.rank), needed):
+            self._tell(victim.id, whom)
+
     def _tell(self, job: int, whom: Entry) -> None:
         self._preempt.append((job, whom.id))
         one = self._running[job]
         self._told_by_s = max(self._told_by_s, self._now_s + one.entry.grace_s)
         gone_s = min(one.gone_s, self._now_s + one.entry.grace_s)
-        self._running[job] = one._replace(told=True, gone_s=gone_s)
+        self._running[job] = one = one._replace(told=True, gone_s=gone_s)
+        for rank in RANKS:
+            self._soon[rank] += self._given_soon(one, rank)
 
     # The head
 
@@ -276,34 +320,58 @@ class Tick:
         self._waits[entry.id] = f"is next: wants {_slots(entry.slots)}, {free}"
         if self._claimed:
             return  # nothing is free behind those in front, so there is nothing to give away
-        room = self._free
+        lower = [one for one in self._running.values() if one.entry.rank < entry.rank]
+        self._graces = {one.entry.grace_s for one in lower if one.num_slots}
+        self._by_s, room = self._room_for(entry, lower_ones=True)
+        if self._by_s == math.inf:
+            self._waits[entry.id] += "; jobs without a time limit have the others"
+            return
+        self._is_telling = self._now_s >= self._tell_s(self._by_s)
+        if self._is_telling:
+            gone_s = max(self._by_s, self._now_s + max(self._graces, default=0.0))
+            self._make_room(entry.slots - self._free - self._gone_by(entry, gone_s), entry)
+            self._by_s, room = self._room_for(entry, lower_ones=False)
+        self._spare = room - entry.slots
+
+    def _tell_s(self, by_s: float) -> float:
+        """When lower ones have to be told, for all of them to be gone by then."""
+        return by_s - max(self._graces, default=0.0)
+
+    def _room_for(self, head: Entry, *, lower_ones: bool) -> tuple[float, int]:
+        """The first moment with room for it, and how much that is: with what lower ones hold that
+        were not told, or without.
+        """
+        room, by_s = self._free, math.inf
         for gone_s, num_slots in sorted(
-            (self._gone_for(entry, one), one.num_slots) for one in self._running.values()
+            (
+                self._now_s if one.entry.rank < head.rank and not one.told else one.gone_s,
+                one.num_slots,
+            )
+            for one in self._running.values()
+            if lower_ones or one.told or one.entry.rank >= head.rank
         ):
-            if room >= entry.slots and gone_s > self._by_s:
+            if room >= head.slots and gone_s > by_s:
                 break
             room += num_slots
-            self._by_s = gone_s
-        if room < entry.slots or self._by_s == math.inf:
-            self._by_s = math.inf
-            self._waits[entry.id] += "; jobs without a time limit have the others"
-        else:
-            self._spare = room - entry.slots
+            by_s = gone_s
+        return (by_s, room) if room >= head.slots else (math.inf, room)
 
-    def _gone_for(self, head: Entry, one: Running) -> float:
-        return self._now_s if one.entry.rank < head.rank else one.gone_s
+    def _gone_by(self, head: Entry, by_s: float) -> int:
+        """What is surely gone by then, of those that it cannot tell any more, or never could."""
+        return sum(
+            one.num_slots
+            for one in self._running.values()
+            if one.gone_s <= by_s and (one.told or one.entry.rank >= head.rank)
+        )
 
     def _spare_slots(self, head: Entry) -> int:
         """What whoever stays may take, if nobody knows when: see above. Jobs that are ending are
         among those that may be gone first or last.
         """
         if self._spare is None:
-            others = [
-                one.num_slots for one in self._running.values() if one.entry.rank >= head.rank
-            ]
-            room = self._total - sum(others)  # free, or of lower ones
-            least = least_above(others, head.slots - room)
-            self._spare = 0 if least is None else room + least - head.slots
+            held = [one.num_slots for one in self._running.values()]
+            least = least_above(held, head.slots - self._free)
+            self._spare = 0 if least is None else self._free + least - head.slots
         return self._spare
 
     # Behind the head
@@ -313,7 +381,11 @@ class Tick:
         assert head is not None
         starts_s = self._now_s
         if entry.slots > self._free:
-            room = 0 if self._claimed else self._free + self._coming + self._below(entry.rank)
+            room = (
+                0
+                if self._claimed
+                else self._free + self._coming(entry.rank) + self._below(entry.rank)
+            )
             if entry.slots > room:
                 self._waits[entry.id] = f"wants {_slots(entry.slots)}; others are first"
                 return
@@ -325,21 +397,37 @@ class Tick:
 
     def _room_by_s(self, entry: Entry) -> float:
         """When room that has to be made for it is surely there."""
-        if entry.slots <= self._free + self._coming:
+        if entry.slots <= self._free + self._coming(entry.rank):
             return self._told_by_s
         longest_s = max(victims.longest_s for victims in self._lower(entry.rank))
         return max(self._told_by_s, self._now_s + longest_s)
 
     def _may_follow(self, head: Entry, entry: Entry, starts_s: float) -> bool:
         """Whether it may start then, in front of the head. Counts what it takes of the spare."""
-        ends_s = math.inf if entry.limit_s is None else starts_s + entry.limit_s + entry.grace_s
-        if ends_s <= self._by_s < math.inf:
-            return True
         if entry.rank < head.rank:
-            return starts_s + entry.grace_s <= self._by_s
-        if entry.slots > self._spare_slots(head):
+            may = self._may_fill(head, entry, starts_s)
+            if may:
+                self._graces.add(entry.grace_s)
+            return may
+        ends_s = math.inf if entry.limit_s is None else starts_s + entry.limit_s + entry.grace_s
+        return ends_s <= self._by_s < math.inf or self._takes_spare(head, entry)
+
+    def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
+        """The same of one that the head can preempt."""
+        longest_s = max(self._graces, default=entry.grace_s)
+        if self._by_s < math.inf:
+            longest_s = max(longest_s, entry.grace_s)
+            return not self._is_telling and starts_s + longest_s < self._by_s
+        waits = starts_s > self._now_s  # for others, whose grace may be the longest
+        if entry.grace_s > (min(self._graces, default=math.inf) if waits else longest_s):
             return False
-        self._spare = self._spare_slots(head) - entry.slots
+        return longest_s == 0 or self._takes_spare(head, entry)
+
+    def _takes_spare(self, head: Entry, entry: Entry) -> bool:
+        spare = self._spare_slots(head)
+        if entry.slots > spare:
+            return False
+        self._spare = spare - entry.slots
         return True
 
 

@@ -184,6 +184,7 @@ class Up:
                 lease_s=settings.lease_s,
                 hub=lambda job, attempt: (code, f"job-{job}-{attempt}-{store.cluster}"),
                 terms=terms,
+                asked={host.name: host.num_slots for host in settings.hosts},
             )
         )
         self._sent_away = frozenset(

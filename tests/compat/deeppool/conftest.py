@@ -31,11 +31,22 @@ def _torch(tmp_path_factory):
 @pytest.fixture(scope="session")
 def few_digits(tmp_path_factory):
     """72 of them, of three kinds: in `train` 48, in `test` 24."""
-    folder, found = tmp_path_factory.mktemp("digits"), load_digits()
+    return digits(tmp_path_factory.mktemp("digits"), 16)
+
+
+@pytest.fixture(scope="session")
+def digits_for_128(tmp_path_factory):
+    """264 in `train`, two global batches of 128, and 24 in `test`."""
+    return digits(tmp_path_factory.mktemp("digits"), 88)
+
+
+def digits(folder, train):
+    """So many of each of three kinds in `train`, and eight in `test`."""
+    found = load_digits()
     for digit in (0, 1, 2):
-        images = found.images[found.target == digit][:24]
+        images = found.images[found.target == digit][: train + 8]
         for number, values in enumerate(images):
-            place = folder / ("train" if number < 16 else "test") / str(digit) / f"{number}.png"
+            place = folder / ("train" if number < train else "test") / str(digit) / f"{number}.png"
             place.parent.mkdir(parents=True, exist_ok=True)
             grey = bytes(int(value) * 255 // 16 for value in values.ravel())
             Image.frombytes("L", (8, 8), grey).save(place)

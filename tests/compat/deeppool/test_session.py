@@ -63,15 +63,16 @@ def curve(text):
     return [float(value) for line in lines for value in re.findall(r"[a-z] ([\d.]+)", line)]
 
 
-def test_one_slot_and_four_have_one_curve(session, small):
-    said = done(session.type("resnetImported", "1", "16", *small))
-    assert re.match(r"job \d+: resnet18, 1 slot, global batch 16, 2 epochs\n", said)
+def test_one_slot_and_four_have_one_curve(session, small, digits_for_128):
+    small = [*small, "--grain", "32", "--data", str(digits_for_128 / "train")]
+    said = done(session.type("resnetImported", "1", "128", *small))
+    assert re.match(r"job \d+: resnet18, 1 slot, global batch 128, 2 epochs\n", said)
     assert re.search(r"^checkpoints: .*/saved/resnet18-", said, flags=re.M)
     text = session.transcript(0, ends=gone(said))
     one = part_of(text, job_of(said), "resnet18: rank 0 of 1 on cpu")
-    assert "is completed (6 iters, " in one
-    assert len(curve(one)) == 6 * 3 + 2 * 5
-    said = done(session.type("resnetImported", "4", "16", *small, "--wait"))
+    assert "is completed (4 iters, " in one
+    assert len(curve(one)) == 4 * 3 + 2 * 5
+    said = done(session.type("resnetImported", "4", "128", *small, "--wait"))
     assert "epoch 2/2" in said
     for slot in range(4):
         text = session.transcript(slot, ends=gone(said))
@@ -81,9 +82,9 @@ def test_one_slot_and_four_have_one_curve(session, small):
     assert len(list(session.folder.glob(f"saved/{folder}/*.json"))) == 2
 
 
-def test_what_was_ended_goes_on_from_its_folder(session, small):
-    again = [*small, "--save", "mine"]
-    said = done(session.type("resnetImported", "1", "16", *again, "--epochs", "9999"))
+def test_what_was_ended_goes_on_from_its_folder(session, small, digits_for_128):
+    again = [*small, "--grain", "16", "--data", str(digits_for_128 / "train"), "--save", "mine"]
+    said = done(session.type("resnetImported", "1", "32", *again, "--epochs", "9999"))
     with Cluster(state=session.state) as cluster:
         pieces = iter(cluster.logs(job_of(said), follow=True))
         written = b""
@@ -92,13 +93,13 @@ def test_what_was_ended_goes_on_from_its_folder(session, small):
         cluster.cancel(job_of(said))
         assert cluster.wait(job_of(said)).state is State.CANCELLED
     text = session.transcript(0, ends=gone(said, "cancelled"))
-    last = int(re.findall(r"told to end after round (\d+) of 29997", text)[-1])
-    epochs = last // 3 + 2
+    last = int(re.findall(r"told to end after round (\d+) of 79992", text)[-1])
+    epochs = last // 8 + 2
     said = done(
-        session.type("resnetImported", "2", "16", *again, "--epochs", str(epochs), "--wait")
+        session.type("resnetImported", "2", "32", *again, "--epochs", str(epochs), "--wait")
     )
-    assert f"going on after round {last} of {3 * epochs}, from {session.folder / 'mine'}" in said
-    assert f"round {last + 1}/{3 * epochs}" in said
+    assert f"going on after round {last} of {8 * epochs}, from {session.folder / 'mine'}" in said
+    assert f"round {last + 1}/{8 * epochs}" in said
     assert f"epoch {epochs}/{epochs}" in said
     session.transcript(1, ends=gone(said))
 
