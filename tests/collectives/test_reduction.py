@@ -183,6 +183,39 @@ def test_dtypes_that_torch_only_stores(operator, name):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("me", range(3))
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_a_total_of_coded_ones_is_made_in_the_final_ones_memory_if_that_is_early(order, me, wire):
+    """Not if it is late: the coded ones before it have been added up by then. Same bits."""
+    codec = codec_for(wire, torch.float32)
+    given = [values_of(torch.float32, seed) * 10.0**seed for seed in range(3)]
+    coded = []
+    for values in given:
+        coded.append(torch.empty(codec.num_bytes(len(values), torch.float32), dtype=torch.uint8))
+        codec.encode(values, coded[-1])
+    read = [values.clone() for values in given]
+    for place in range(3):
+        if place != me:
+            codec.decode(coded[place], read[place])
+    expected = (read[0] + read[1]) + read[2]
+    room, asked, released = torch.empty_like(given[0]), [], []
+    memory = lambda: asked.append(True) or room  # noqa: E731
+    adding = PartSum(3, arithmetic_for(Operator.SUM, torch.float32), codec, memory)
+    for place in order:
+        values = given[place] if place == me else coded[place]
+        release = lambda place=place: released.append(place)  # noqa: E731
+        adding.offer(place, Contribution(values, place != me, release, final=place == me))
+    assert torch.equal(adding.total, expected)
+    in_place = adding.total.data_ptr() == given[me].data_ptr()
+    assert in_place is not bool(asked)
+    assert in_place or adding.total.data_ptr() == room.data_ptr()
+    if me == 0 or (me == 1 and order.index(1) < order.index(0)):  # as at its owner
+        assert in_place
+    adding.drop()
+    assert sorted(released) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("me", range(3))
 def test_the_total_ends_in_the_final_ones_memory(order, me):
     given = [values_of(torch.float32, seed) * 10.0**seed for seed in range(3)]
     expected = (given[0] + given[1]) + given[2]

@@ -431,3 +431,25 @@ def test_terms_that_cannot_be(terms):
     with pytest.raises(SettingsError) as caught:
         Terms(**terms)
     assert "hint:" in str(caught.value)
+
+
+def test_only_what_can_be_received_wakes_whoever_waits_for_it(link, hand):
+    """Not what is for those who send: with every message come a credit and an answer."""
+    both(hand)
+    events(link)
+    received = []
+    thread = threading.Thread(target=lambda: received.append(link.receive(30.0)))
+    thread.start()
+    asleep = link._came._waiters
+    deadline = time.monotonic() + 30
+    while not asleep:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    waiter = asleep[0]
+    hand.sink.handle(Credit(YOU.incarnation, ME.incarnation, 1, 1))
+    hand.sink.handle(BeatBack(1, 0))
+    hand.sink.heard(time.monotonic())
+    assert list(asleep) == [waiter]  # who is woken is no longer among them
+    hand.bring(YOU, 1, b"data")
+    thread.join(30)
+    assert bytes(received[0].buffers[0]) == b"data"

@@ -113,7 +113,7 @@ def _refused(operator: Operator, dtype: torch.dtype, hint: str) -> UsageError:
 class Contribution:
     """One member's values of a part: plain, or as bytes of a codec. `release` frees its memory.
 
-    `final`: the total ends in its memory.
+    `final`: the total may end in its memory, and does if nothing else is given for it.
     """
 
     values: Tensor
@@ -126,9 +126,10 @@ class PartSum:
     """Takes contributions as they come and adds them in roster order into `total`.
 
     `memory` gives what the total is made in, when there is something to add: flat, of the
-    arithmetic's total dtype. Contributions then stay intact. Without it their own memory is used,
-    and one of them is `final`; none may be coded or narrow. `codec` reads those that are `coded`,
-    which only SUM and MEAN can be. A mean is not divided here. Not thread-safe.
+    arithmetic's total dtype. Contributions then stay intact, but for one that is `final`: if it is
+    plain, and first or second, it takes the total, which saves a copy. Without `memory` their own
+    is used, and one of them is `final`; none may be coded or narrow. `codec` reads those that are
+    `coded`, which only SUM and MEAN can be. A mean is not divided here. Not thread-safe.
     """
 
     __slots__ = (
@@ -183,9 +184,10 @@ class PartSum:
         self._first = self._home = None
 
     def _fold(self, turn: Contribution) -> None:
-        plain = not (turn.coded or self._arithmetic.narrow)
+        plain = self._is_plain(turn)
         if self._next == 1:
-            if plain and self._num > 1:
+            following = self._waiting.get(1)
+            if self._num > 1 and (plain or (following is not None and self._is_home(following))):
                 self._first = turn  # read once, together with the second
                 return
             self.total = self._room(turn)
@@ -193,8 +195,12 @@ class PartSum:
         elif self._first is not None:
             first, self._first = self._first, None
             self.total = self._room(turn, first)
-            if plain:
+            if plain and not first.coded:
                 self._arithmetic.fold(first.values, turn.values, self.total)
+            elif self._home is first:
+                self._add(turn)
+            elif self._home is turn:
+                self._add(first)
             else:
                 self._load(first)
                 self._add(turn)
@@ -203,10 +209,17 @@ class PartSum:
             self._add(turn)
         self._release(turn)
 
+    def _is_plain(self, turn: Contribution) -> bool:
+        return not (turn.coded or self._arithmetic.narrow)
+
+    def _is_home(self, turn: Contribution) -> bool:
+        return turn.final and self._is_plain(turn)
+
     def _room(self, *turns: Contribution) -> Tensor:
-        if self._memory is not None:
+        home = next((turn for turn in turns if self._is_home(turn)), None)
+        if home is None and self._memory is not None:
             return self._memory()
-        self._home = next((turn for turn in turns if turn.final), turns[0])
+        self._home = turns[0] if home is None else home
         return self._home.values
 
     def _release(self, turn: Contribution) -> None:

@@ -123,7 +123,11 @@ class Endpoint:
     def __init__(self, me: PeerId, terms: Terms, carrier: Carrier, place: Place | None) -> None:
         self._me, self._terms, self._carrier, self._place = me, terms, carrier, place
         self._send_lock = threading.Lock()  # numbering and carrying are one act
-        self._changed = threading.Condition()  # guards everything below
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # guards everything below
+        # Of the same lock, for whoever waits in `receive`: each credit, and each word that the
+        # meeting point holds what was sent, would wake it for nothing.
+        self._came = threading.Condition(lock)
         # With a message its header; with a Gap how many the meeting point had told of by then.
         self._inbox: deque[tuple[Event, Data | int | None]] = deque()
         self._view = View(NO_VIEW, ())
@@ -187,7 +191,7 @@ class Endpoint:
     def receive(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Event:
         _check_types(None, b"", (), timeout_s)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._inbox or self._error, timeout_s):
+            if not self._came.wait_for(lambda: self._inbox or self._error, timeout_s):
                 raise LinkTimeout("message or view", timeout_s)
             if not self._inbox:
                 assert self._error is not None
@@ -290,6 +294,7 @@ class Endpoint:
             self._error = self._error or error
             self._lease.end()
             self._changed.notify_all()
+            self._came.notify_all()
 
     # -- sending --------------------------------------------------------------------------------
 
@@ -457,7 +462,7 @@ class Endpoint:
     def _arrive(self, event: Event, about: Data | int | None) -> None:
         if self._error is None:  # nothing comes after the end
             self._inbox.append((event, about))
-            self._changed.notify_all()
+            self._came.notify_all()
 
     def _watching(self) -> bool:
         member = self._view.member(self._me.incarnation)
