@@ -7,6 +7,8 @@ is a norm, a convolution and a ReLU: by the norm's parameters the first convolut
 give a gradient of its input, so that its backward costs what all others do. Ways:
     plain        one process, a plain loop over the microbatches
     alone        the same as a plan of one stage
+    halves       two peers, each with half of the layers and all microbatches, and nothing to say to
+                 each other: what the machine lets two of them have at once
     naive        two stages, one microbatch: one peer computes, the other waits
     afab, 1f1b   two stages, `--microbatches` of them, over gloo; interleaved has two stages a peer
     1f1b@hub     ... over a hub without TLS; 1f1b@door by its door; 1f1b@amqp over RabbitMQ
@@ -17,9 +19,13 @@ as long as its slowest peer took, on a GPU until it has finished. `bubble`: the 
 time in which a peer used no CPU, so waited (null on a GPU, where that says nothing);
 `bubble_in_theory` is that of the schedule, whose messages take no time and whose stages all take
 the same; `bubble_of_busy` the same for stages that take what each peer's CPU took in each step.
-`queued`: the part of the time in which the computing thread could have gone on and had no core.
+`queued`: the part of the time in which the computing thread could have gone on and had no core;
+`threads` says which of the peers' threads took how much CPU a step, in all and in the kernel, and
+how often they slept (gloo's are those of the barrier between steps, too). What halves, of the same
+microbatches, lack to twice plain is the machine's, where two compute at once; what a pipeline lacks
+to 1 - `bubble_in_theory` times halves (`ratio_to_halves`) is the pipeline's.
 `difference_to_plain`: the most that a parameter differs at the end from plain's, who saw the same
-batches.
+batches; halves saw others.
 """
 
 from __future__ import annotations
@@ -35,9 +41,19 @@ import time
 from pathlib import Path
 
 from guardian import guarded
-from harness import Worker, cpu_of, machine, meeting_points, quantile, run_at
+from harness import (
+    Threads,
+    Worker,
+    cpu_of,
+    machine,
+    mean_of_threads,
+    meeting_points,
+    quantile,
+    run_at,
+)
 
-WAYS = "plain,alone,naive,afab,1f1b,interleaved,torch,1f1b@hub,1f1b@door,1f1b@amqp"
+WAYS = "plain,alone,halves,naive,afab,1f1b,interleaved,torch,1f1b@hub,1f1b@door,1f1b@amqp"
+BASES = ("plain", "halves", "naive", "torch")
 WARM_UP = 2  # steps of each turn that do not count
 LAYERS = 8
 SIDE = 16
@@ -98,21 +114,26 @@ def peer_main(way: str, rank: int, where: str, args) -> None:
     for line in sys.stdin:
         words = json.loads(line)
         shape = (args.batch, args.channels, SIDE, SIDE)
-        times, cpu, queued = [], [], []
-        for _ in range(WARM_UP + words["steps"]):
+        times, cpu, queued, main = [], [], [], 0.0
+        for n in range(WARM_UP + words["steps"]):
+            if n == WARM_UP:
+                threads, main = Threads(), 0.0
             x = torch.randn(shape, generator=numbers, device=args.device)
             y = torch.randn(shape, generator=numbers, device=args.device)
             wait()
             if where:
                 dist.barrier()
             start, used, stood = time.perf_counter(), time.process_time(), queued_s()
+            here = time.thread_time()
             step(x, y)
             wait()
             times.append(time.perf_counter() - start)
+            main += time.thread_time() - here
             cpu.append(time.process_time() - used)
             queued.append(queued_s() - stood)
         answer = {"times": times[WARM_UP:], "cpu": cpu[WARM_UP:], "heap_kept": heap_kept}
         answer["queued"] = queued[WARM_UP:]
+        answer["threads"] = threads.since() | {"main": {"cpu_s": main}}  # without fresh numbers
         if words["save_to"]:
             torch.save({index: layers[index].state_dict() for index in owned}, words["save_to"])
         print(json.dumps(answer), flush=True)
@@ -139,7 +160,8 @@ def keep_heap(layers, device: str) -> bool:
 
 
 def maker_of(way: str):
-    return {"plain": plain, "torch": torch_pipelining}.get(way, lambda *a: planned(way, *a))
+    others = {"plain": plain, "halves": halves, "torch": torch_pipelining}
+    return others.get(way, lambda *a: planned(way, *a))
 
 
 def optimizer_of(parameters):
@@ -163,6 +185,33 @@ def plain(layers, args):
         optimizer.zero_grad()
 
     return step, range(LAYERS)
+
+
+def halves(layers, args):
+    """What a peer of two stages computes, of its own numbers: the first half has no loss, and the
+    second an input with a gradient.
+    """
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.functional import mse_loss
+
+    rank, half = dist.get_rank(), LAYERS // 2
+    owned = range(rank * half, rank * half + half)
+    model = nn.Sequential(*(layers[index] for index in owned))
+    optimizer = optimizer_of(model.parameters())
+
+    def step(x, y):
+        parts = zip(x.chunk(args.microbatches), y.chunk(args.microbatches), strict=True)
+        for part, target in parts:
+            if rank == 0:
+                model(part).backward(target / y.numel())
+            else:
+                output = model(part.detach().requires_grad_())
+                (mse_loss(output, target) * (len(part) / len(x))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, owned
 
 
 def planned(way, layers, args):
@@ -265,7 +314,7 @@ def load(folder: Path, way: str, size: int) -> dict:
 
 
 def difference(saved: dict, way: str) -> float | None:
-    if "plain" not in saved:
+    if "plain" not in saved or way == "halves":
         return None
     pairs = [
         (value, saved["plain"][index][name])
@@ -299,8 +348,9 @@ def row_of(way: str, args, turns: list, off: float | None) -> dict:
     peers = len(turns[0])
     all_steps = sum(len(turn[0]["times"]) + WARM_UP for turn in turns)
     meeting_cpu = sum(turn[0]["meeting_cpu"] for turn in turns) / all_steps
-    ours = way not in ("plain", "torch")
+    ours = way not in ("plain", "halves", "torch")
     plan = plan_of(way if ours else "1f1b", args.microbatches)
+    waits = peers > 1 and way != "halves"
     busy = [step for answers in turns for step in _steps(answers, "cpu")]
     queued = sum(sum(answer["queued"]) for answers in turns for answer in answers)
     on_cpu = args.device == "cpu"
@@ -324,8 +374,9 @@ def row_of(way: str, args, turns: list, off: float | None) -> dict:
         "turn_median_s": [statistics.median(max(t) for t in _steps(a)) for a in turns],
         "cpu_s": sum(map(sum, busy)) / len(times) + meeting_cpu,
         "meeting_point_cpu_s": meeting_cpu,
-        "bubble_in_theory": 0.0 if peers == 1 else bubble_of(plan),
-        "bubble_of_busy": bubble_of_busy(plan, busy) if peers > 1 and on_cpu else None,
+        "threads": mean_of_threads((a["threads"] for turn in turns for a in turn), len(times)),
+        "bubble_in_theory": bubble_of(plan) if waits else 0.0,
+        "bubble_of_busy": bubble_of_busy(plan, busy) if waits and on_cpu else None,
         "queued": queued / (peers * sum(times)) if SCHEDSTAT.exists() else None,
         "difference_to_plain": off,
     }
@@ -343,7 +394,7 @@ def add_ratios(rows: list[dict]) -> None:
     """How many times as fast, turn by turn, as each way that others are compared with."""
     by_way = {row["way"]: row for row in rows}
     for row in rows:
-        for base in ("plain", "naive", "torch"):
+        for base in BASES:
             row[f"ratio_to_{base}"] = None
             if base in by_way:
                 pairs = zip(by_way[base]["turn_median_s"], row["turn_median_s"], strict=True)
@@ -356,9 +407,7 @@ def add_ratios(rows: list[dict]) -> None:
 def show(rows: list[dict]) -> None:
     for r in rows:
         ratios = " ".join(
-            f"{r[f'ratio_to_{base}']:.2f}x {base}"
-            for base in ("plain", "naive", "torch")
-            if r[f"ratio_to_{base}"]
+            f"{r[f'ratio_to_{base}']:.2f}x {base}" for base in BASES if r[f"ratio_to_{base}"]
         )
         waits = "" if r["bubble"] is None else f"waits {r['bubble']:.1%} "
         theory = f"{r['bubble_in_theory']:.1%}"

@@ -535,16 +535,23 @@ def is_under(process: psutil.Process, folder: Path) -> bool:
 
 
 def test_stages(tmp_path: Path) -> None:
-    ways = ["plain", "alone", "naive", "afab", "1f1b", "interleaved"]
+    ways = ["plain", "alone", "halves", "naive", "1f1b", "interleaved"]
     ways += ["torch", "1f1b@hub", "1f1b@door", "1f1b@amqp"]
     keys = ROW | {"way", "stages", "microbatches", "bubble", "bubble_in_theory", "ratio_to_plain"}
-    keys |= {"heap_kept", "bubble_of_busy", "queued"}
+    keys |= {"heap_kept", "bubble_of_busy", "queued", "ratio_to_halves", "threads"}
     small = ["--batch", "8", "--channels", "4", "--microbatches", "4", "--turns", "1"]
     rows = rows_of(tmp_path, "stages", "--way", ",".join(ways), *small, keys=keys)
     assert [row["way"] for row in rows] == ways
-    assert all(row["difference_to_plain"] < 1e-5 for row in rows)
-    busy = {row["way"]: row["bubble_of_busy"] for row in rows}
-    assert busy["plain"] is busy["alone"] is None
+    by_way = {row["way"]: row for row in rows}
+    halves = by_way["halves"]
+    assert all(row["difference_to_plain"] < 1e-5 for row in rows if row is not halves)
+    assert (halves["peers"], halves["stages"], halves["bubble_in_theory"]) == (2, 2, 0.0)
+    busy = {way: row["bubble_of_busy"] for way, row in by_way.items()}
+    assert busy["plain"] is busy["alone"] is busy["halves"] is None
     assert busy["naive"] == pytest.approx(0.5)  # whatever each of the two takes
-    assert all(0 < busy[way] < 0.5 for way in ways[3:])
+    assert all(0 < busy[way] < 0.5 for way in ways[4:])
+    for way, row in by_way.items():
+        linked = {"send", "team"} if "@" in way else set()
+        assert row["threads"].keys() >= {"main"} | linked, way
+        assert row["threads"]["main"]["cpu_s"] <= row["cpu_s"]
     assert all(row["queued"] is None or 0 <= row["queued"] < 1 for row in rows)
