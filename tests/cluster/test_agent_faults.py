@@ -284,10 +284,15 @@ def test_a_rank_at_some_moments_of_its_start(host) -> None:
 
 
 def test_everything_at_some_moments_of_a_start(host) -> None:
-    """As an agent alone: begun once or not at all, and said so by the next."""
-    for job, pause_s in enumerate([0.0, 0.03, 0.1], start=1):
+    """As an agent alone: begun once or not at all, and said so by the next. The last moment is when
+    its program has begun.
+    """
+    count = host.folder / "count"
+    for job, pause_s in enumerate([0.0, 0.05, None], start=1):
         host.office.want(want(counted(host.folder, LEAVES_DAEMON[-1]), job=job, grace_s=0.1))
-        threading.Event().wait(pause_s)
+        if pause_s is None:
+            host.until(count.exists)
+        threading.Event().wait(pause_s or 0.0)
         agent = psutil.Process(host.agent.pid)
         agent.suspend()  # it starts nothing more
         processes = [*host.family(), agent]
@@ -297,7 +302,6 @@ def test_everything_at_some_moments_of_a_start(host) -> None:
         host.agent.wait()
         host.start()
         ended = host.office.wait_phase(Phase.ENDED, job=job)
-        count = host.folder / "count"
         assert (count.read_text() if count.exists() else "") in ("", "x"), pause_s
         if not ended.lost:
             assert {end.exit_code for end in ended.ended} == {0}
@@ -312,6 +316,7 @@ def test_a_network_that_is_lost_before_the_agent_hears_of_the_end(host) -> None:
     host.office.want(want(DEAF, grace_s=0.1))
     processes = host.said()
     host.office.cut()
+    host.until(lambda: "cannot be reached" in (host.folder / "agent.log").read_text())
     host.office.want(want(DEAF, grace_s=0.1, stop=True))
     assert all(process.is_running() for process in processes)
     host.office.mend()
@@ -328,6 +333,7 @@ def test_a_network_that_is_lost_before_the_end_is_reported(host) -> None:
     host.office.wait_log(b"asked")
     host.office.cut()
     assert gone(processes)
+    host.until(lambda: "cannot be reached" in (host.folder / "agent.log").read_text())
     assert host.office.holding().phase is Phase.RUNNING
     host.office.mend()
     ended = host.office.wait_phase(Phase.ENDED)

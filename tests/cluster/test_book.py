@@ -31,6 +31,9 @@ def pair():
 
 
 def test_more_slots_than_there_are_is_an_error_that_says_what_there_is():
+    story = Story()
+    with pytest.raises(Unplaceable, match="no host has joined"):
+        story.submit()
     story = Story(("a", 2), ("b", 1))
     with pytest.raises(Unplaceable, match="asks for 4 slots, and the cluster has 3: a has 2, b"):
         story.submit(4)
@@ -364,6 +367,23 @@ def test_a_promise_is_looked_at_when_its_time_has_come():
     assert story.book.next_due_s() == now_s + PATIENCE_S
     story.book.adopt(Decisions(promise=Promise(2, now_s + 12), again_s=now_s + 11), now_s + 9)
     assert story.book.next_due_s() == now_s + 11
+
+
+def test_who_fills_slots_in_front_of_a_large_job_is_told_in_time():
+    """Job 1 is gone by 205, when 2 wants both slots. 3 has a grace of 30 s."""
+    story = Story(("a", 2), decide=decide)
+    story.submit(time_s=100.0, grace_s=5.0)
+    story.submit(2)
+    story.submit(priority=Priority.BEST_EFFORT, grace_s=30.0)
+    for now_s, into in ((100.0, None), (174.5, None), (175.0, State.PREEMPTED)):
+        story.now_s = now_s
+        story.status("a", *(held(id, port=5000) for id in (1, 3) if now_s > 100.0))
+        story.tick()
+        story.wants("a")
+        assert story.job(3).places, now_s
+        ending = story.job(3).ending
+        assert (ending and ending.into) == into, now_s
+    assert ending.reason == "makes room for job 2"
 
 
 def test_what_could_not_be_stored_has_not_happened(pair):

@@ -307,6 +307,18 @@ def test_without_a_promise_lower_ones_fill_only_if_they_are_gone_at_once(
     assert placed(decide(0.0, hosts(4), [endless, wants(2, 4), there, low])) == ([4] if may else [])
 
 
+def test_without_a_promise_nobody_is_told_for_one_behind_the_head() -> None:
+    """With its grace, who is told may take longer than by itself."""
+    endless = runs(wants(1, 2, HIGH), *span("h0", 0, 2))
+    low = runs(wants(3, 2, LOW, grace_s=0.0), *span("h0", 2, 2))
+    line = [wants(2, 3, HIGH), wants(4, 1, grace_s=0.0)]
+    decisions = decide(0.0, hosts(4), [endless, low, *line])
+    assert (decisions.place, decisions.preempt) == ((), ())
+    assert decisions.waits[4] == "wants 1 slot; others are first"
+    limited = msgspec.structs.replace(endless, limit_s=100.0)
+    assert decide(0.0, hosts(4), [limited, low, *line]).preempt == ((3, 4),)
+
+
 def test_without_a_promise_no_lower_one_with_a_longer_grace_goes_first() -> None:
     """Were 1 cancelled, with a day for it, the head would wait for it as long as the grace of 4."""
     endless = runs(wants(1, 2), *span("h0", 0, 2))

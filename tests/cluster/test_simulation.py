@@ -14,12 +14,14 @@ from manyhands.cluster.schedule import Decisions, Entry, Host, Running, Tick, de
 from .simulation import Broken, Job, World, random_world, run
 
 TRACES = 3_200
+FOUND = (2_821, 15_001, 16_505)
+"""In which something was found once that few traces find."""
 BLOCKS = 8
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_everything_holds_in_random_traces(block: int) -> None:
-    for seed in range(block, TRACES, BLOCKS):
+    for seed in (*range(block, TRACES, BLOCKS), *FOUND[block : block + 1]):
         try:
             run(random_world(seed), seed=seed)
         except Broken as error:
@@ -130,7 +132,7 @@ class NeverPreempts(Tick):
 class ForgetsWhoIsEnding(Tick):
     def __init__(self, *told, **options) -> None:
         super().__init__(*told, **options)
-        self._soon = [0 for _ in self._soon]
+        self._soon, self._told = [0 for _ in self._soon], 0
 
 
 class WaitsForWhoEndsLate(Tick):
@@ -141,14 +143,6 @@ class WaitsForWhoEndsLate(Tick):
 class TellsThemAtThePromisedTime(Tick):
     def _tell_s(self, by_s: float) -> float:
         return by_s
-
-
-class ForgetsTheGracesOfOthers(Tick):
-    def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
-        graces, self._graces = self._graces, set()
-        may = super()._may_fill(head, entry, starts_s)
-        self._graces = graces
-        return may
 
 
 class FillsWithoutAPromise(Tick):
@@ -164,16 +158,6 @@ class TakesLowerOnesForFree(Tick):
             least = least_above((one.num_slots for one in others), head.slots - room)
             self._spare = 0 if least is None else room + least - head.slots
         return self._spare
-
-
-class LetsLongerGracesIn(Tick):
-    def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
-        graces = self._graces
-        if self._by_s == math.inf and graces != {0.0}:
-            self._graces = set()
-        may = super()._may_fill(head, entry, starts_s)
-        self._graces = graces
-        return may
 
 
 class TakesTheEndingForGone(Tick):
@@ -254,17 +238,15 @@ MUTANTS = {
     TrustsLimitsWithoutAPromise: 0,
     HopesForTheBestEnd: 0,
     GivesOneSlotTooMany: 0,
-    ForgetsThatRoomTakesTime: 1500,
+    ForgetsThatRoomTakesTime: 1600,
     PassesTheHeadOver: 0,
     PreemptsEquals: 0,
     NeverPreempts: 0,
     ForgetsWhoIsEnding: 0,
     WaitsForWhoEndsLate: 70,
     TellsThemAtThePromisedTime: 90,
-    ForgetsTheGracesOfOthers: 1320,
     FillsWithoutAPromise: 0,
     TakesLowerOnesForFree: 220,
-    LetsLongerGracesIn: 1320,
     TakesTheEndingForGone: 0,
     ForgetsSinceWhenTheyEnd: 0,
     HoldsNothing: 0,

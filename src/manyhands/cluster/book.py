@@ -77,7 +77,7 @@ class Book:
         self._promised_s = self._tell_s = math.inf
         self._again_s = math.inf
         self._hub, self._terms = hub, terms
-        self._asked = asked or {}
+        self._asked = asked
         self._version = version
         self._jobs = Jobs(jobs, next_id)
         self._hosts = {

@@ -77,7 +77,8 @@ class Coordinator:
     submission by raising a UsageError. `margin_s` is what an agent has, when its lease is over, to
     be rid of its processes: their slots are given to others after `lease_s + margin_s` of silence.
     `terms`: an agent of `up` with others is told to leave, and its jobs begin again. `asked`: the
-    hosts that `up` starts agents on, which count for submissions before they have come.
+    hosts that `up` starts agents on, which count for submissions before they have come; if these
+    are none, jobs wait for the first host.
     """
 
     def __init__(

@@ -407,23 +407,27 @@ def check_hello(hello: Hello) -> None:
         raise BadReport(f"{hello.pid} cannot be the number of a process")
 
 
-def check_slots(wanted: int, hosts: Mapping[str, Host], asked: Mapping[str, int | None]) -> None:
+def check_slots(
+    wanted: int, hosts: Mapping[str, Host], asked: Mapping[str, int | None] | None
+) -> None:
     """Raises Unplaceable if all of them together do not have so many. `asked`: hosts that agents
     are started on, which may not have come yet, and how many each is to have; None: all it has.
-    While nobody knows what there will be, nothing is too much.
+    While nobody knows what there will be, nothing is too much. Without `asked`, those that have
+    come are all there are.
     """
     has = {name: len(host.hello.slots) for name, host in hosts.items() if not host.is_outdated}
-    awaited = {name: count for name, count in asked.items() if name not in has}
+    awaited = {name: count for name, count in (asked or {}).items() if name not in has}
     coming = {name: count for name, count in awaited.items() if count is not None}
     there_are = sum(has.values()) + sum(coming.values())
-    if wanted <= there_are or len(coming) < len(awaited) or not (has or awaited):
+    is_open = asked is not None and not has and not awaited
+    if wanted <= there_are or len(coming) < len(awaited) or is_open:
         return
     texts = [f"{name} has {count}" for name, count in has.items()]
     texts += [f"{name} has {count} (not here yet)" for name, count in coming.items()]
     shown = sorted(texts)[:8]
     if len(texts) > len(shown):
         shown.append(f"{len(texts) - len(shown)} more hosts")
-    raise Unplaceable(wanted, there_are, ", ".join(shown))
+    raise Unplaceable(wanted, there_are, ", ".join(shown) or "no host has joined it")
 
 
 def check_status(status: Status) -> None:

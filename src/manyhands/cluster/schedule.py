@@ -45,7 +45,9 @@ before, and no course of things may find another in the head's way. So only thes
   lower   those with a grace of 0, if all lower ones have that: they are gone when they are told.
 
 And no lower one with a longer grace than those that are there: how long the head waits for others
-who are ending before it tells lower ones hangs on the longest.
+who are ending before it tells lower ones hangs on the longest. Nor is anybody told to end for one
+of these: to use its grace might take longer than to end by itself, at a time when the head has room
+otherwise.
 """
 
 from __future__ import annotations
@@ -169,6 +171,8 @@ class Tick:
             sum(self._given_soon(one, rank) for one in self._running.values()) for rank in RANKS
         ]
         """By rank: slots of those who were told, and are surely gone by then."""
+        self._told = sum(one.num_slots for one in self._running.values() if one.told)
+        """Of all who were told."""
         self._owed = 0
         """How many of these those in front have claimed."""
         self._jobs_end = any(one.told and one.entry.id > 0 for one in self._running.values())
@@ -238,8 +242,10 @@ class Tick:
         return one.num_slots if soon else 0
 
     def _coming(self, rank: int) -> int:
-        """What comes within that time, and nobody in front has claimed."""
-        return self._soon[rank] - self._owed
+        """What nobody in front has claimed of what comes, within that time; behind the head, where
+        nobody is in a hurry, in whatever time it takes.
+        """
+        return (self._soon[rank] if self._head is None else self._told) - self._owed
 
     def _lower(self, rank: int) -> list[Victims]:
         """Whom this rank may preempt: never its equals."""
@@ -308,6 +314,7 @@ class Tick:
         self._told_by_s = max(self._told_by_s, self._now_s + one.entry.grace_s)
         gone_s = min(one.gone_s, self._now_s + one.entry.grace_s)
         self._running[job] = one = one._replace(told=True, gone_s=gone_s)
+        self._told += one.num_slots
         for rank in RANKS:
             self._soon[rank] += self._given_soon(one, rank)
 
@@ -381,11 +388,9 @@ class Tick:
         assert head is not None
         starts_s = self._now_s
         if entry.slots > self._free:
-            room = (
-                0
-                if self._claimed
-                else self._free + self._coming(entry.rank) + self._below(entry.rank)
-            )
+            room = 0 if self._claimed else self._free + self._coming(entry.rank)
+            if not self._claimed and self._by_s < math.inf:
+                room += self._below(entry.rank)
             if entry.slots > room:
                 self._waits[entry.id] = f"wants {_slots(entry.slots)}; others are first"
                 return
