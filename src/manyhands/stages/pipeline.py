@@ -178,9 +178,9 @@ class Pipeline:
         if self._loss_fn is None:
             raise UsageError("step() needs a loss", hint="Pipeline(..., loss_fn=...)")
         self._need_optimizer("step")
-        if self.has_gradients:
-            raise UsageError("gradients wait for apply()", hint="call it: step() would drop them")
         with self._carrying(), torch.enable_grad():
+            if self.has_gradients:
+                raise UsageError("gradients wait for apply()", hint="step() would drop them")
             step, batch, course = self._open("step", inputs, targets, extra, self._loss_fn)
             self._part.zero()
             step.run(course.duties)
