@@ -324,9 +324,12 @@ def check_use(after: World, decisions: Decisions, scheduler: Scheduler) -> None:
     if min(ends, default=math.inf) <= gone_s:
         return
     whom = {job for _, job in decisions.preempt}
-    while world.now_s <= gone_s and world.next_s() <= gone_s:
-        world.go_on(world.next_s())
-        apply(world, scheduler(world.now_s, world.here(), world.entries()))
+    again_s = decisions.again_s
+    while (next_s := min(world.next_s(), again_s)) <= gone_s:
+        world.go_on(next_s)
+        later = scheduler(world.now_s, world.here(), world.entries())
+        apply(world, later)
+        again_s = later.again_s
     left = [job for job in whom if world.jobs[job].state == "waiting"]
     must(not left, "preempts in vain", left, decisions)
 

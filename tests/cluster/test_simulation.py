@@ -14,7 +14,7 @@ from manyhands.cluster.schedule import Decisions, Entry, Host, Running, Tick, de
 from .simulation import Broken, Job, World, random_world, run
 
 TRACES = 3_200
-FOUND = (2_821, 15_001, 16_505)
+FOUND = (2_821, 15_001, 16_505, 42_741)
 """In which something was found once that few traces find."""
 BLOCKS = 8
 
