@@ -32,7 +32,7 @@ def test_all_parts_are_played_and_the_worst_exit_is_told(tmp_path, first, last, 
     stub.chmod(0o755)
     done = subprocess.run(
         ["sh", str(ROOT / "scripts/chaos.sh")],
-        env={**os.environ, "PYTHON": str(stub)},
+        env={**os.environ, "CHAOS_PYTHON": str(stub)},
         capture_output=True,
         text=True,
         check=False,

@@ -55,17 +55,20 @@ def test_one_of_lightnings(lightning, tmp_path):
     assert rows == [(0, 0.5), (1, 0.25)]
 
 
-def test_lightnings_writer_of_a_process_that_was_resumed(lightning, tmp_path, caplog):
+@pytest.mark.parametrize("prefix", ["", "mine"])
+def test_lightnings_writer_of_a_process_that_was_resumed(lightning, tmp_path, caplog, prefix):
     """Its folder says how far it was, as that of a SummaryWriter does."""
     for steps, value in ((range(5), 0.5), (range(3, 7), 0.25)):
-        logger = adapt(lightning.TensorBoardLogger(tmp_path, name="run", version=0))
+        writer = lightning.TensorBoardLogger(tmp_path, name="run", version=0, prefix=prefix)
+        logger = adapt(writer)
         logger.log_hyperparams({"lr": 0.1})
         for step in steps:
             logger.log_metrics({"train/loss": value}, step)
         logger.finalize("success")
     found = EventAccumulator(str(tmp_path / "run" / "version_0"))
     found.Reload()
-    rows = sorted((event.step, event.value) for event in found.Scalars("train/loss"))
+    name = "mine-train/loss" if prefix else "train/loss"
+    rows = sorted((event.step, event.value) for event in found.Scalars(name))
     assert rows == [*((step, 0.5) for step in range(5)), (5, 0.25), (6, 0.25)]
     assert len(caplog.records) == 1
 

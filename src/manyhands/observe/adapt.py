@@ -71,6 +71,12 @@ def _is_lightnings_writer(logger: Logger) -> bool:
     return any(kind.__name__ == "TensorBoardLogger" for kind in type(logger).__mro__)
 
 
+def _put_before_names(owner: Any) -> str:  # noqa: ANN401
+    """What a logger of Lightning, made with `prefix=`, writes before each name."""
+    prefix = getattr(owner, "_prefix", None)
+    return f"{prefix}{getattr(owner, 'LOGGER_JOIN_CHAR', '-')}" if prefix else ""
+
+
 def _run_of(thing: Any) -> Any:  # noqa: ANN401
     """A run of wandb, or that of the module itself, on which people call `log` too."""
     if not isinstance(thing, ModuleType):
@@ -125,7 +131,8 @@ class _InFolder(_Adapted):
             # Of these names alone: what else is logged with the writer has steps of its own.
             folder = getattr(self._owner, "log_dir", None) or getattr(self._owner, "logdir", None)
             if isinstance(folder, str) and find_spec("tensorboard") is not None:
-                last = tensorboard.last_step(Path(folder), metrics.keys())
+                before = _put_before_names(self._owner)
+                last = tensorboard.last_step(Path(folder), {before + name for name in metrics})
                 self._steps = Steps(last, there=folder)
         super().log_metrics(metrics, step)
 
