@@ -149,9 +149,29 @@ def test_halves_in_the_wrong_order():
         now = [p.grad for layer in pipe.layers() for p in layer.module.parameters()]
         assert all(map(torch.equal, kept, now))
         pipe.apply()
+        pipe.step(X, Y)
+        output = pipe.forward(X)
+        pipe.backward(None if output is None else torch.ones_like(output))
+        pipe.zero()
         return pipe.step(X, Y) > 0
 
     assert on_all(2, act) == [True, True]
+
+
+def test_what_waits_for_apply_does_not_outlive_a_load(tmp_path):
+    """It is of other parameters."""
+
+    def act(pipe):
+        pipe.save(str(tmp_path))
+        output = pipe.forward(X)
+        pipe.backward(None if output is None else torch.full_like(output, torch.nan))
+        assert pipe.load(str(tmp_path)) == {}
+        return pipe.step(X, Y), pipe.step(X, Y)
+
+    def fresh(pipe):
+        return pipe.step(X, Y), pipe.step(X, Y)
+
+    assert on_all(2, act) == on_all(2, fresh)
 
 
 def test_predictions_and_losses_without_gradients():

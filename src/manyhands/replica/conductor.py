@@ -52,7 +52,7 @@ from manyhands.replica.openings import Openings, opened_chain
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0  # how often a wait looks around; what is waited for wakes it
-_AGAIN_S = 0.5  # between two attempts to come back to a meeting point that cannot be reached
+_AGAIN_S = 0.5  # between two attempts to come back, if the first one failed
 
 AGAIN = (StopReason.EXCLUDED, StopReason.SENT_BACK)
 Event = Retry | Lost | Settled | Generation | Stable | DropState | Stopped

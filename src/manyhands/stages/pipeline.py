@@ -180,7 +180,7 @@ class Pipeline:
         self._need_optimizer("step")
         with self._carrying(), torch.enable_grad():
             if self.has_gradients:
-                raise UsageError("gradients wait for apply()", hint="step() would drop them")
+                raise UsageError("gradients wait for apply()", hint="call it, or zero()")
             step, batch, course = self._open("step", inputs, targets, extra, self._loss_fn)
             self._part.zero()
             step.run(course.duties)
@@ -284,6 +284,8 @@ class Pipeline:
             resumed = self._archive.load(url, scheduler=scheduler)
         if resumed is None:
             return None
+        self._forget()
+        self._part.zero()  # what waits for apply() is of other parameters
         self.num_steps = resumed.num_steps
         self._saved = url, self.num_steps
         return resumed.extra
@@ -484,6 +486,10 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def zero(self) -> None:
+        """Drop gradients that no `apply` has used; all peers call it."""
+        self._part.zero()
 
     def close(self) -> None:
         """Drop what is held. The process group is the caller's. Idempotent."""

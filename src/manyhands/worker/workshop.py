@@ -90,6 +90,7 @@ class Workshop:
                 self._in_plan().train(command.train)
             case words.Clear():
                 self._in_plan().close()
+                self._in_plan().zero()
                 gc.collect()
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -100,6 +101,7 @@ class Workshop:
                 self._send()
             case words.Load():
                 self._receive()
+                self._in_plan().zero()  # those are of other parameters
         return words.Done(command.id)
 
     def close(self) -> None:

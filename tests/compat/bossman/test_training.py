@@ -298,6 +298,18 @@ def test_gradients_add_up_until_the_step(hands):
             await boss.train_step(x, y, F.mse_loss, 1)
             equal(await boss.state_dict(), alone.model)
 
+            async def load_the_same():
+                await boss.load_state_dict(await boss.state_dict())
+
+            for drop in (boss.node_mem_clear, load_the_same):
+                prediction = await boss.forward(x1, None)
+                prediction.square().sum().backward()
+                await boss.backward(prediction.grad)
+                await drop()
+                alone.step(x, y)
+                await boss.train_step(x, y, F.mse_loss, 1)
+                equal(await boss.state_dict(), alone.model)
+
     asyncio.run(main())
     hands.finish()
 

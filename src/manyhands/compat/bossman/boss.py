@@ -121,18 +121,19 @@ class BossMan:
         """Deal the layers to the workers that are here, in proportion to their free memory.
 
         `train_step(schedule="interleaved")` needs several stages per worker. Raises PlanError for
-        fewer layers than that makes stages, DoesNotFit (where, and by how much), WorkerRefused,
-        WorkerFailed. A model that was distributed before is forgotten.
+        fewer layers than that makes stages, UsageError for less than one stage, DoesNotFit (where,
+        and by how much), WorkerRefused, WorkerFailed. A model that was distributed before is kept
+        if this one cannot be dealt, and forgotten otherwise.
         """
         recipes = [
             describe(spec.kind, spec.kwargs, nn.Module, f"layer {index}")
             for index, spec in enumerate(self._specs)
         ]
-        await asyncio.to_thread(self._end)
         workers = list(self._crew)
         if not workers:
             raise PlanBroken("all workers are gone", hint="start some: setup_host(...)")
         plan = await asyncio.to_thread(deal, self._specs, workers, stages_per_worker)
+        await asyncio.to_thread(self._end)
         ranks = {worker: rank for rank, worker in enumerate(workers, 1)}
 
         def build(number: int, worker: Worker) -> words.Build:
@@ -238,7 +239,8 @@ class BossMan:
         if pipeline.has_gradients:
             raise UsageError(
                 "gradients of a backward() wait for optim_step()",
-                hint="await boss.optim_step() first: train_step() is a step of its own",
+                hint="await boss.optim_step() first, or boss.node_mem_clear() to drop them: "
+                "train_step() is a step of its own",
             )
         pipeline.plan.replace(microbatches=microbatches, schedule=schedule)  # or a PlanError
         if schedule == "interleaved":
@@ -265,12 +267,16 @@ class BossMan:
         await self._set_mode(False)
 
     async def node_mem_clear(self) -> None:
-        """Forget what a forward without backward holds; unused device memory is given back."""
+        """Forget what a forward without backward holds, and gradients that wait for `optim_step`.
+
+        Unused device memory is given back.
+        """
         pipeline = self._in_plan()
         self._prediction = None
 
         def own() -> None:
             pipeline.close()
+            pipeline.zero()
             gc.collect()
 
         await self._ask(lambda number, _: words.Clear(number), own)
@@ -297,9 +303,10 @@ class BossMan:
     async def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """What `state_dict` gave, from however many workers. Raises UsageError if it does not fit.
 
-        Optimizers keep their own state.
+        Optimizers keep their own state; gradients that no `optim_step` has used are dropped.
         """
         places = await self._describe()
+        pipeline = self._in_plan()
         group = self._entered()
         wanted = {_key(entry): entry.spec for entries in places for entry in entries}
         if wanted.keys() != state.keys():
@@ -319,6 +326,7 @@ class BossMan:
                 ]
                 for work in sent:
                     work.wait()
+            pipeline.zero()
 
         await self._ask(lambda number, _: words.Load(number), own)
 

@@ -21,7 +21,9 @@ def deal(specs: Sequence[Spec], workers: Sequence[Worker], stages_per_worker: in
     Raises PlanError, DoesNotFit, UsageError.
     """
     if stages_per_worker < 1:
-        raise UsageError(f"{stages_per_worker} stages per worker", hint="at least one")
+        raise UsageError(
+            f"stages_per_worker={stages_per_worker}", hint="at least one; several interleave"
+        )
     if len(specs) < len(workers) * stages_per_worker and stages_per_worker > 1:
         raise PlanError(
             f"{len(specs)} layers cannot be dealt to {len(workers)} workers, "
