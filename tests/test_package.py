@@ -23,7 +23,10 @@ MAY_LOAD_TORCH = (
     *("manyhands.checkpoint.", "manyhands.data.", "manyhands.replica.", "manyhands.trainer."),
     *("manyhands.planner.profile", "manyhands.stages."),
     *("manyhands.worker.servant", "manyhands.worker.workshop"),
-    *(f"manyhands.compat.bossman.{name}" for name in ("boss", "cost", "crew", "deal", "layers")),
+    *(
+        f"manyhands.compat.bossman.{name}"
+        for name in ("boss", "cost", "crew", "deal", "entries", "layers")
+    ),
     "manyhands.compat.bossman.variables",
     "manyhands.compat.fluxdistributed.",
     *(f"manyhands.compat.deeppool.{name}" for name in ("models", "tables", "training")),

@@ -93,10 +93,10 @@ def datetime():
 def test_commands_out_of_order(tyrant):
     for kind, *details in (
         (words.Optimize, Recipe("torch.optim.sgd", "SGD", {"lr": 0.1})),
-        (words.Forward, True),
+        (words.Forward, True, None),
         (words.Backward,),
         (words.Apply,),
-        (words.Step, 4, "1f1b"),
+        (words.Step, 4, "1f1b", None),
         (words.Mode, True),
         (words.Clear,),
         (words.Describe,),

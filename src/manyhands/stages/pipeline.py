@@ -41,7 +41,7 @@ from manyhands.stages.resume import again, gone, hint, named
 from manyhands.stages.saving import Scheduler
 from manyhands.stages.schedule import picture
 from manyhands.stages.step import LossFn, LossIs, Step, check_count
-from manyhands.stages.terms import Terms, agree
+from manyhands.stages.terms import Terms, agree, check_choice
 from manyhands.stages.values import Table
 from manyhands.stages.vote import Verdict, vote, words_of
 
@@ -81,8 +81,8 @@ class Pipeline:
         clip_norm: float | None = None,
         seed: int | None = None,
     ) -> None:
-        _check_choice("targets", targets, get_args(Targets))
-        _check_choice("loss_is", loss_is, get_args(LossIs))
+        check_choice("targets", targets, get_args(Targets))
+        check_choice("loss_is", loss_is, get_args(LossIs))
         self.plan, self.device = plan, torch.device(device)
         self._first = plan.stages[0]
         self._loss_fn, self._targets_come_first = loss_fn, targets == "first"
@@ -498,8 +498,3 @@ class Pipeline:
     def _forget(self) -> None:
         self._part.forget()
         self._half = None
-
-
-def _check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise UsageError(f"{name}={given!r}", hint=f"there are: {', '.join(map(repr, known))}")

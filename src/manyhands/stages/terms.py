@@ -135,3 +135,9 @@ def _check_size(plan: Plan, size: int) -> None:
             if size > 1
             else "call torch.distributed.init_process_group first",
         )
+
+
+def check_choice(name: str, given: str, known: tuple[str, ...]) -> None:
+    """Raises UsageError for what is not among them."""
+    if given not in known:
+        raise UsageError(f"{name}={given!r}", hint=f"there are: {', '.join(map(repr, known))}")

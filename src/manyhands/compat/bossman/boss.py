@@ -11,7 +11,7 @@ import gc
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
 
@@ -23,11 +23,12 @@ from manyhands.collectives.backend.group import ManyhandsGroup
 from manyhands.collectives.backend.open import open_group
 from manyhands.compat.bossman.crew import Crew, Outcome, Worker
 from manyhands.compat.bossman.deal import check_interleaved, deal
+from manyhands.compat.bossman.entries import entries_of, key_of
 from manyhands.compat.bossman.errors import WorkerFailed, WorkerRefused
 from manyhands.compat.bossman.variables import Variable, variables_of
 from manyhands.core.boss import lines_for, listening
 from manyhands.core.errors import LinkBroken, LinkError, UsageError
-from manyhands.core.plan import Plan, ScheduleName, Stage
+from manyhands.core.plan import Plan, ScheduleName
 from manyhands.links.hub import Hub
 from manyhands.stages import commands as words
 from manyhands.stages.carrier import exchanging
@@ -295,7 +296,7 @@ class BossMan:
                     tensor = empty(entry.spec, _MAX_TENSOR_BYTES)
                     with exchanging():
                         group.recv([tensor], rank).wait()
-                    state[_key(entry)] = tensor
+                    state[key_of(entry)] = tensor
             return state
 
         return await self._ask(lambda number, _: words.Fetch(number), own)
@@ -308,7 +309,7 @@ class BossMan:
         places = await self._describe()
         pipeline = self._in_plan()
         group = self._entered()
-        wanted = {_key(entry): entry.spec for entries in places for entry in entries}
+        wanted = {key_of(entry): entry.spec for entries in places for entry in entries}
         if wanted.keys() != state.keys():
             odd = sorted(wanted.keys() ^ state.keys())
             raise UsageError(f"this state is of another model: {', '.join(odd[:4])}")
@@ -320,7 +321,7 @@ class BossMan:
         def own() -> None:
             with exchanging():
                 sent = [
-                    group.send([plain[_key(entry)]], rank)
+                    group.send([plain[key_of(entry)]], rank)
                     for rank, entries in enumerate(places, 1)
                     for entry in entries
                 ]
@@ -385,7 +386,7 @@ class BossMan:
         outcome: Outcome[None] = await self._call(lambda number, _: words.Describe(number), None)
         self._judge(outcome)
         return [
-            _entries(worker.name, outcome.answers[worker], self.plan.stages_of(rank))
+            entries_of(worker.name, outcome.answers[worker], self.plan.stages_of(rank))
             for rank, worker in enumerate(self._workers, 1)
         ]
 
@@ -479,20 +480,6 @@ def _parts(tensors: Tensors) -> tuple[Tensor, ...]:
 def _leaf(tensor: Tensor, keep: bool) -> Tensor:
     leaf = tensor.detach()
     return leaf.requires_grad_() if keep and leaf.is_floating_point() else leaf
-
-
-def _entries(worker: str, answer: words.Answer, stages: Sequence[Stage]) -> tuple[words.Entry, ...]:
-    """What a worker says that it has, if it is of its own layers. Raises WorkerFailed."""
-    entries = answer.entries if isinstance(answer, words.Done) else ()
-    keys = {(entry.layer, entry.name) for entry in entries}
-    own = {index for stage in stages for index in range(stage.first, stage.end)}
-    if len(keys) < len(entries) or any(layer not in own for layer, _ in keys):
-        raise WorkerFailed(worker, "it says that it has the state of layers that are not its own")
-    return entries
-
-
-def _key(entry: words.Entry) -> str:
-    return f"{entry.layer - 1}.{entry.name}"  # the boss's own layer is before the model's first
 
 
 def _checked(x: Any, extra: Any) -> dict[str, Tensor]:  # noqa: ANN401  (what users pass)
