@@ -246,6 +246,33 @@ def test_a_lower_one_in_front_of_the_head_is_told_in_time_for_it() -> None:
     assert placed(decide(100.0, hosts(4), [head])) == [2]
 
 
+@pytest.mark.parametrize(
+    ("other", "may"),
+    [
+        (wants(4, 1, grace_s=9_000.0), True),
+        (wants(4, 1, LOW, grace_s=0.0), True),
+        (wants(4, 1, LOW, limit_s=10.0, grace_s=3_600.0), True),
+        (wants(4, 1, LOW, grace_s=3_601.0), False),
+    ],
+)
+def test_what_the_head_leaves_is_for_lower_ones_too(other: Entry, may: bool) -> None:
+    """It is too late to tell job 2 in time, but nobody need be told: seven slots come for four."""
+    first = runs(wants(1, 6, limit_s=1_800.0, grace_s=0.0), *span("h0", 0, 6))
+    there = runs(wants(2, 1, LOW, grace_s=3_600.0), ("h0", 6))
+    decisions = decide(1.0, hosts(8), [first, there, wants(3, 4), other])
+    assert (placed(decisions), decisions.preempt) == ([4] if may else [], ())
+    assert decisions.promise == Promise(3, 1_800.0)
+
+
+def test_what_the_head_leaves_is_given_to_lower_ones_once() -> None:
+    first = runs(wants(1, 5, limit_s=1_800.0, grace_s=0.0), *span("h0", 0, 5))
+    there = runs(wants(2, 1, LOW, grace_s=3_600.0), ("h0", 5))
+    line = [wants(3, 6), wants(4, 1, LOW, grace_s=0.0), wants(5, 1, LOW, grace_s=0.0)]
+    decisions = decide(1.0, hosts(8), [first, there, *line])
+    assert (placed(decisions), decisions.preempt) == ([4], ())
+    assert decisions.waits[5] == "wants 1 slot; would delay job 3"
+
+
 def test_who_ends_later_than_a_lower_one_does_not_keep_it() -> None:
     """Job 1 was cancelled, and has a day for it. Job 2 would be gone in five seconds."""
     slow = ends(runs(wants(1, 2, grace_s=86_400.0), *span("h0", 0, 2)))

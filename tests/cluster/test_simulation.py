@@ -14,7 +14,7 @@ from manyhands.cluster.schedule import Decisions, Entry, Host, Running, Tick, de
 from .simulation import Broken, Job, World, random_world, run
 
 TRACES = 3_200
-FOUND = (2_821, 15_001, 16_505, 42_741)
+FOUND = (2_821, 15_001, 16_505, 42_741, 5_557, 39_743)
 """In which something was found once that few traces find."""
 BLOCKS = 8
 
@@ -150,6 +150,19 @@ class FillsWithoutAPromise(Tick):
         return self._by_s == math.inf or super()._may_fill(head, entry, starts_s)
 
 
+class LeavesNothingToLowerOnes(Tick):
+    def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
+        in_time = self._by_s == math.inf or not self._is_telling
+        return in_time and super()._may_fill(head, entry, starts_s)
+
+
+class FillsWhateverTheGrace(Tick):
+    def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
+        known, waits = self._by_s < math.inf, starts_s > self._now_s
+        left = known and not waits and self._takes_spare(head, entry)
+        return left or super()._may_fill(head, entry, starts_s)
+
+
 class TakesLowerOnesForFree(Tick):
     def _spare_slots(self, head: Entry) -> int:
         if self._spare is None:
@@ -246,6 +259,8 @@ MUTANTS = {
     WaitsForWhoEndsLate: 70,
     TellsThemAtThePromisedTime: 90,
     FillsWithoutAPromise: 0,
+    LeavesNothingToLowerOnes: 5500,
+    FillsWhateverTheGrace: 100,
     TakesLowerOnesForFree: 220,
     TakesTheEndingForGone: 0,
     ForgetsSinceWhenTheyEnd: 0,
