@@ -220,14 +220,22 @@ def apply(world: World, decisions: Decisions) -> None:
 
 
 def check_preemptions(before: World, decisions: Decisions) -> None:
-    """For the first in the line, no victim more than it takes."""
-    line = before.line()
-    if not line or decisions.promise is not None:
+    """In front of a head, no victim more than it takes, for all who wait for room together: what
+    is soon enough for the first of them is so for the others, too.
+    """
+    if not decisions.preempt or decisions.promise is not None:
         return
-    sizes = [before.held(before.jobs[v]) for v, whom in decisions.preempt if whom == line[0].id]
-    needed = line[0].slots - sum(before.room(line[0]))
-    must(not sizes or needed > 0, "preempts though room is coming", decisions)
-    must(sum(sizes) - min(sizes, default=0) < max(1, needed), "preempts too many", decisions)
+    started = {id_ for id_, _ in decisions.place}
+    ahead = [
+        job for job in before.line() if job.id in started or "ending" in decisions.waits[job.id]
+    ]
+    room = sum(before.room(next(job for job in ahead if job.id not in started)))
+    for job in ahead:
+        sizes = [before.held(before.jobs[v]) for v, whom in decisions.preempt if whom == job.id]
+        needed = job.slots - room
+        must(not sizes or needed > 0, "preempts though room is coming", decisions)
+        must(sum(sizes) - min(sizes, default=0) < max(1, needed), "preempts too many", decisions)
+        room += sum(sizes) - job.slots
 
 
 def check_order(world: World, decisions: Decisions) -> None:

@@ -157,6 +157,21 @@ def test_a_rush_of_high_jobs_preempts_at_once_and_each_only_once() -> None:
     assert decide(9.5, hosts(4), [*told, *rush]).preempt == ()
 
 
+def test_who_waits_behind_one_that_waits_counts_what_is_soon_for_that_one() -> None:
+    """What 1 leaves comes for 10, since 2 might take as long; 11 would not have waited for it."""
+    running = [
+        ends(runs(wants(1, 2, HIGH, grace_s=30.0), *span("h0", 0, 2)), 95.0),
+        runs(wants(2, 11, grace_s=30.0), *span("h0", 2, 11)),
+        *(runs(wants(3 + n, 1, LOW, grace_s=0.0), ("h0", 13 + n)) for n in range(3)),
+    ]
+    line = [wants(10, 2, HIGH), wants(11, 1)]
+    assert decide(100.0, hosts(16), [*running, *line]).preempt == ((5, 11),)
+    assert decide(100.0, hosts(16), [*running, line[0]]).preempt == ()
+    line = [wants(10, 1, HIGH), wants(11, 1)]
+    assert decide(100.0, hosts(16), [*running, *line]).preempt == ()
+    assert decide(100.0, hosts(16), [*running, line[1]]).preempt == ((5, 11),)
+
+
 def test_slots_that_come_free_for_one_go_to_nobody_else() -> None:
     coming = [ends(runs(wants(1, 1, LOW), ("h0", 0))), wants(2, 2, HIGH)]
     decisions = decide(1.0, hosts(2), [*coming, wants(3, 1), wants(4, 1, LOW, limit_s=0.1)])

@@ -191,6 +191,8 @@ class Tick:
         """Whether the longest of these is left until by_s, or less."""
         self._spare: int | None = None
         """Slots that the head leaves; None: not yet counted."""
+        self._first: int | None = None
+        """The rank of the first who waits for room that is coming."""
         self._claimed = False
         """Whether somebody waits for room that is coming: all that is free is held for him."""
         self._place: list[tuple[int, tuple[Place, ...]]] = []
@@ -244,10 +246,13 @@ class Tick:
         return one.num_slots if soon else 0
 
     def _coming(self, rank: int) -> int:
-        """What nobody in front has claimed of what comes, within that time; behind the head, where
+        """What nobody in front has claimed of what comes, within that time, or within that of the
+        first who waits for it: nobody behind him has slots before he has. Behind the head, where
         nobody is in a hurry, in whatever time it takes.
         """
-        return (self._soon[rank] if self._head is None else self._told) - self._owed
+        if self._head is not None:
+            return self._told - self._owed
+        return self._soon[rank if self._first is None else self._first] - self._owed
 
     def _lower(self, rank: int) -> list[Victims]:
         """Whom this rank may preempt: never its equals."""
@@ -292,6 +297,8 @@ class Tick:
         self._owed += entry.slots - self._free
         self._free = 0
         self._claimed = self._head is None
+        if self._first is None:
+            self._first = entry.rank
         coming = "hosts that have room for it are about to be ready"
         if self._jobs_end or self._preempt:
             coming = "jobs are ending to make room for it"
