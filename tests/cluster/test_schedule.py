@@ -297,6 +297,14 @@ def test_who_ends_later_than_a_lower_one_does_not_keep_it() -> None:
     assert decide(1.0, hosts(4), [soon, low, wants(3, 2)]).preempt == ()
 
 
+def test_a_lower_one_that_is_ending_is_waited_for_whatever_its_grace() -> None:
+    """Else the next tick would tell 2 as well, who has no grace, after 1 was told, who has."""
+    young = runs(wants(1, 2, LOW, grace_s=86_400.0), *span("h0", 0, 2), since_s=5.0)
+    old = runs(wants(2, 2, LOW, grace_s=0.0), *span("h0", 2, 2))
+    assert decide(9.0, hosts(4), [young, old, wants(3, 2)]).preempt == ((1, 3),)
+    assert decide(10.0, hosts(4), [ends(young, 9.0), old, wants(3, 2)]).preempt == ()
+
+
 def test_lower_ones_that_run_are_room_for_the_head() -> None:
     low = runs(wants(3, 2, LOW), *span("h0", 2, 2))
     assert behind(low).promise == Promise(2, 105.0)
