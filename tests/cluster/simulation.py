@@ -177,6 +177,17 @@ class World:
         )
         return free, sum(ending)
 
+    def gone_by(self, first: Job, by_s: float) -> int:
+        """Slots of those that it cannot tell to end, and that are surely gone by then."""
+        slots = 0
+        for job in self.jobs.values():
+            ends_s = math.inf if job.ending_s is None else job.ending_s
+            if job.ending_s is not None or job.priority.rank >= first.priority.rank:
+                if job.limit_s is not None and job.started_s is not None:
+                    ends_s = min(ends_s, job.started_s + job.limit_s)
+                slots += self.held(job) if ends_s + job.grace_s <= by_s else 0
+        return slots
+
     def start(self, job: Job, places: tuple[Place, ...]) -> None:
         job.state, job.places, job.started_s = "running", places, self.now_s
         job.starts += 1
@@ -209,14 +220,22 @@ def apply(world: World, decisions: Decisions) -> None:
 
 
 def check_preemptions(before: World, decisions: Decisions) -> None:
-    """For the first in the line, no victim more than it takes."""
-    line = before.line()
-    if not line or decisions.promise is not None:
+    """In front of a head, no victim more than it takes, for all who wait for room together: what
+    is soon enough for the first of them is so for the others, too.
+    """
+    if not decisions.preempt or decisions.promise is not None:
         return
-    sizes = [before.held(before.jobs[v]) for v, whom in decisions.preempt if whom == line[0].id]
-    needed = line[0].slots - sum(before.room(line[0]))
-    must(not sizes or needed > 0, "preempts though room is coming", decisions)
-    must(sum(sizes) - min(sizes, default=0) < max(1, needed), "preempts too many", decisions)
+    started = {id_ for id_, _ in decisions.place}
+    ahead = [
+        job for job in before.line() if job.id in started or "ending" in decisions.waits[job.id]
+    ]
+    room = sum(before.room(next(job for job in ahead if job.id not in started)))
+    for job in ahead:
+        sizes = [before.held(before.jobs[v]) for v, whom in decisions.preempt if whom == job.id]
+        needed = job.slots - room
+        must(not sizes or needed > 0, "preempts though room is coming", decisions)
+        must(sum(sizes) - min(sizes, default=0) < max(1, needed), "preempts too many", decisions)
+        room += sum(sizes) - job.slots
 
 
 def check_order(world: World, decisions: Decisions) -> None:
@@ -240,6 +259,23 @@ def check_order(world: World, decisions: Decisions) -> None:
             longest_s = max([job.grace_s, *graces])
             lazy = longest_s < left_s if left_s < math.inf else longest_s == 0.0
             must(not lazy, "slots stay empty that a lower one could fill", job, promise)
+
+
+def check_left_over(world: World, decisions: Decisions) -> None:
+    """What the head leaves at the promised time, though nobody else were told, is used at once."""
+    promise = decisions.promise
+    if promise is None or promise.by_s == math.inf:
+        return
+    first, *others = world.line()
+    if any("ending" in decisions.waits[job.id] for job in others):
+        return  # free slots are held for these
+    free = sum(map(len, world.free().values()))
+    left = free + world.gone_by(first, promise.by_s) - first.slots
+    longest_s = max((job.grace_s for job in world.lower(first)), default=-1.0)
+    for job in others:
+        lower = job.priority.rank < first.priority.rank
+        could = job.slots <= min(free, left) and not (lower and job.grace_s > longest_s)
+        must(not could, "nobody uses what the head leaves", job, promise, left)
 
 
 def start_of(head: int, world: World, scheduler: Scheduler) -> float:
@@ -396,6 +432,7 @@ def run(world: World, scheduler: Scheduler = decide, *, seed: int = 0) -> World:
         apply(world, decisions)
         check_preemptions(before, decisions)
         check_order(world, decisions)
+        check_left_over(world, decisions)
         check_overtaken(before, decisions)
         check_head(before, world, decisions, draw)
         check_use(world, decisions, scheduler)

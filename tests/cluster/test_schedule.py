@@ -157,6 +157,21 @@ def test_a_rush_of_high_jobs_preempts_at_once_and_each_only_once() -> None:
     assert decide(9.5, hosts(4), [*told, *rush]).preempt == ()
 
 
+def test_who_waits_behind_one_that_waits_counts_what_is_soon_for_that_one() -> None:
+    """What 1 leaves comes for 10, since 2 might take as long; 11 would not have waited for it."""
+    running = [
+        ends(runs(wants(1, 2, HIGH, grace_s=30.0), *span("h0", 0, 2)), 95.0),
+        runs(wants(2, 11, grace_s=30.0), *span("h0", 2, 11)),
+        *(runs(wants(3 + n, 1, LOW, grace_s=0.0), ("h0", 13 + n)) for n in range(3)),
+    ]
+    line = [wants(10, 2, HIGH), wants(11, 1)]
+    assert decide(100.0, hosts(16), [*running, *line]).preempt == ((5, 11),)
+    assert decide(100.0, hosts(16), [*running, line[0]]).preempt == ()
+    line = [wants(10, 1, HIGH), wants(11, 1)]
+    assert decide(100.0, hosts(16), [*running, *line]).preempt == ()
+    assert decide(100.0, hosts(16), [*running, line[1]]).preempt == ((5, 11),)
+
+
 def test_slots_that_come_free_for_one_go_to_nobody_else() -> None:
     coming = [ends(runs(wants(1, 1, LOW), ("h0", 0))), wants(2, 2, HIGH)]
     decisions = decide(1.0, hosts(2), [*coming, wants(3, 1), wants(4, 1, LOW, limit_s=0.1)])
@@ -246,6 +261,33 @@ def test_a_lower_one_in_front_of_the_head_is_told_in_time_for_it() -> None:
     assert placed(decide(100.0, hosts(4), [head])) == [2]
 
 
+@pytest.mark.parametrize(
+    ("other", "may"),
+    [
+        (wants(4, 1, grace_s=9_000.0), True),
+        (wants(4, 1, LOW, grace_s=0.0), True),
+        (wants(4, 1, LOW, limit_s=10.0, grace_s=3_600.0), True),
+        (wants(4, 1, LOW, grace_s=3_601.0), False),
+    ],
+)
+def test_what_the_head_leaves_is_for_lower_ones_too(other: Entry, may: bool) -> None:
+    """It is too late to tell job 2 in time, but nobody need be told: seven slots come for four."""
+    first = runs(wants(1, 6, limit_s=1_800.0, grace_s=0.0), *span("h0", 0, 6))
+    there = runs(wants(2, 1, LOW, grace_s=3_600.0), ("h0", 6))
+    decisions = decide(1.0, hosts(8), [first, there, wants(3, 4), other])
+    assert (placed(decisions), decisions.preempt) == ([4] if may else [], ())
+    assert decisions.promise == Promise(3, 1_800.0)
+
+
+def test_what_the_head_leaves_is_given_to_lower_ones_once() -> None:
+    first = runs(wants(1, 5, limit_s=1_800.0, grace_s=0.0), *span("h0", 0, 5))
+    there = runs(wants(2, 1, LOW, grace_s=3_600.0), ("h0", 5))
+    line = [wants(3, 6), wants(4, 1, LOW, grace_s=0.0), wants(5, 1, LOW, grace_s=0.0)]
+    decisions = decide(1.0, hosts(8), [first, there, *line])
+    assert (placed(decisions), decisions.preempt) == ([4], ())
+    assert decisions.waits[5] == "wants 1 slot; would delay job 3"
+
+
 def test_who_ends_later_than_a_lower_one_does_not_keep_it() -> None:
     """Job 1 was cancelled, and has a day for it. Job 2 would be gone in five seconds."""
     slow = ends(runs(wants(1, 2, grace_s=86_400.0), *span("h0", 0, 2)))
@@ -253,6 +295,14 @@ def test_who_ends_later_than_a_lower_one_does_not_keep_it() -> None:
     assert decide(1.0, hosts(4), [slow, low, wants(3, 2)]).preempt == ((2, 3),)
     soon = msgspec.structs.replace(slow, grace_s=6.0)
     assert decide(1.0, hosts(4), [soon, low, wants(3, 2)]).preempt == ()
+
+
+def test_a_lower_one_that_is_ending_is_waited_for_whatever_its_grace() -> None:
+    """Else the next tick would tell 2 as well, who has no grace, after 1 was told, who has."""
+    young = runs(wants(1, 2, LOW, grace_s=86_400.0), *span("h0", 0, 2), since_s=5.0)
+    old = runs(wants(2, 2, LOW, grace_s=0.0), *span("h0", 2, 2))
+    assert decide(9.0, hosts(4), [young, old, wants(3, 2)]).preempt == ((1, 3),)
+    assert decide(10.0, hosts(4), [ends(young, 9.0), old, wants(3, 2)]).preempt == ()
 
 
 def test_lower_ones_that_run_are_room_for_the_head() -> None:

@@ -14,7 +14,7 @@ from manyhands.cluster.schedule import Decisions, Entry, Host, Running, Tick, de
 from .simulation import Broken, Job, World, random_world, run
 
 TRACES = 3_200
-FOUND = (2_821, 15_001, 16_505, 42_741)
+FOUND = (2_821, 15_001, 16_505, 42_741, 5_557, 21_864, 39_743)
 """In which something was found once that few traces find."""
 BLOCKS = 8
 
@@ -140,6 +140,20 @@ class WaitsForWhoEndsLate(Tick):
         return one.num_slots if one.told else 0
 
 
+class ForgetsTheGraceOfTheTold(Tick):
+    def _longest_below(self, rank: int) -> float:
+        running = self._running
+        self._running = {id_: one for id_, one in running.items() if not one.told}
+        longest_s, self._running = super()._longest_below(rank), running
+        return longest_s
+
+
+class TakesEachForTheFirst(Tick):
+    def _coming(self, rank: int) -> int:
+        self._first = None
+        return super()._coming(rank)
+
+
 class TellsThemAtThePromisedTime(Tick):
     def _tell_s(self, by_s: float) -> float:
         return by_s
@@ -148,6 +162,19 @@ class TellsThemAtThePromisedTime(Tick):
 class FillsWithoutAPromise(Tick):
     def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
         return self._by_s == math.inf or super()._may_fill(head, entry, starts_s)
+
+
+class LeavesNothingToLowerOnes(Tick):
+    def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
+        in_time = self._by_s == math.inf or not self._is_telling
+        return in_time and super()._may_fill(head, entry, starts_s)
+
+
+class FillsWhateverTheGrace(Tick):
+    def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
+        known, waits = self._by_s < math.inf, starts_s > self._now_s
+        left = known and not waits and self._takes_spare(head, entry)
+        return left or super()._may_fill(head, entry, starts_s)
 
 
 class TakesLowerOnesForFree(Tick):
@@ -244,8 +271,12 @@ MUTANTS = {
     NeverPreempts: 0,
     ForgetsWhoIsEnding: 0,
     WaitsForWhoEndsLate: 70,
+    ForgetsTheGraceOfTheTold: 0,
+    TakesEachForTheFirst: 21_800,
     TellsThemAtThePromisedTime: 90,
     FillsWithoutAPromise: 0,
+    LeavesNothingToLowerOnes: 5_500,
+    FillsWhateverTheGrace: 100,
     TakesLowerOnesForFree: 220,
     TakesTheEndingForGone: 0,
     ForgetsSinceWhenTheyEnd: 0,

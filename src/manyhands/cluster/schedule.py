@@ -24,17 +24,19 @@ started, or gets room made for it, if
   limit   it is an equal, and s + limit + grace <= by_s: it is gone by then.
   spare   it is an equal, and takes no more slots than the head leaves of the room at by_s.
   lower   the head can preempt it, and s + the longest grace (of it, and of the other lower ones)
-          < by_s: it is told in time.
+          < by_s: it is told in time. Or it starts at once, takes no more than what is left, as in
+          `spare`, and one with a grace no shorter than its own is there already (see below).
 
 Claim: while hosts stay, limits are kept and nobody comes in front of the head, by_s never moves to
 a later time, and the head starts at by_s or before. Proof: what `limit` and `spare` let in leaves
 as much room at by_s as the head wants, and what `lower` lets in is room itself, since there is time
 for its grace; jobs that end early only add to it. So when the longest grace is left, there is
-enough, and whoever has to go is told; then all that the head needs is surely gone by by_s. And by_s
-is the first moment with room in any case, so it is also when the head would have started without
-backfill, if every job used all its time. Hence backfill never delays the head: neither equals nor
-lower ones do. A job in front of it that ends early may give room sooner than was promised; to that
-the head has no right (the terms of EASY backfill).
+enough, and whoever has to go is told; then all that the head needs is surely gone by by_s. Lower
+ones that start later have what it leaves, so nobody need be told for them. And by_s is the first
+moment with room in any case, so it is also when the head would have started without backfill, if
+every job used all its time. Hence backfill never delays the head: neither equals nor lower ones do.
+A job in front of it that ends early may give room sooner than was promised; to that the head has no
+right (the terms of EASY backfill).
 
 If by_s is unknown (jobs without limits hold what the head needs), there is no time to tell anybody
 before, and no course of things may find another in the head's way. So only these go first:
@@ -189,6 +191,8 @@ class Tick:
         """Whether the longest of these is left until by_s, or less."""
         self._spare: int | None = None
         """Slots that the head leaves; None: not yet counted."""
+        self._first: int | None = None
+        """The rank of the first who waits for room that is coming."""
         self._claimed = False
         """Whether somebody waits for room that is coming: all that is free is held for him."""
         self._place: list[tuple[int, tuple[Place, ...]]] = []
@@ -242,10 +246,13 @@ class Tick:
         return one.num_slots if soon else 0
 
     def _coming(self, rank: int) -> int:
-        """What nobody in front has claimed of what comes, within that time; behind the head, where
+        """What nobody in front has claimed of what comes, within that time, or within that of the
+        first who waits for it: nobody behind him has slots before he has. Behind the head, where
         nobody is in a hurry, in whatever time it takes.
         """
-        return (self._soon[rank] if self._head is None else self._told) - self._owed
+        if self._head is not None:
+            return self._told - self._owed
+        return self._soon[rank if self._first is None else self._first] - self._owed
 
     def _lower(self, rank: int) -> list[Victims]:
         """Whom this rank may preempt: never its equals."""
@@ -290,6 +297,8 @@ class Tick:
         self._owed += entry.slots - self._free
         self._free = 0
         self._claimed = self._head is None
+        if self._first is None:
+            self._first = entry.rank
         coming = "hosts that have room for it are about to be ready"
         if self._jobs_end or self._preempt:
             coming = "jobs are ending to make room for it"
@@ -420,10 +429,12 @@ class Tick:
     def _may_fill(self, head: Entry, entry: Entry, starts_s: float) -> bool:
         """The same of one that the head can preempt."""
         longest_s = max(self._graces, default=entry.grace_s)
-        if self._by_s < math.inf:
-            longest_s = max(longest_s, entry.grace_s)
-            return not self._is_telling and starts_s + longest_s < self._by_s
         waits = starts_s > self._now_s  # for others, whose grace may be the longest
+        if self._by_s < math.inf:
+            if not self._is_telling and starts_s + max(longest_s, entry.grace_s) < self._by_s:
+                return True
+            longer = not self._graces or entry.grace_s > longest_s
+            return not waits and not longer and self._takes_spare(head, entry)
         if entry.grace_s > (min(self._graces, default=math.inf) if waits else longest_s):
             return False
         return longest_s == 0 or self._takes_spare(head, entry)
