@@ -7,8 +7,10 @@ them from there by the same table (ImageTree), in batches of `--batch`, shuffled
     direct, thread, process   our Loader: without workers, with `--workers` threads or processes
     torch-direct, torch       torch's DataLoader without workers, with as many processes, that stay
     photos-WAY                the same of photographs (scikit-learn's, 640 x 427), 4 in a batch
-Each way has a process with one torch thread, and they take turns of one epoch, so that a
-disturbance of the machine meets all alike. The seconds of a row are of an epoch. Ratios are medians
+Each way has a process with one torch thread, and they take turns of some epochs, so that a
+disturbance of the machine meets all alike. The first one of a turn does not count: our Loader reads
+ahead into the next epoch, and what it read while others had their turn was read for nothing. The
+seconds of a row are of an epoch. Ratios are medians
 over turns, each next to the other's of the same moment: to `torch`, or without workers to
 `torch-direct`. `identical`: every epoch had each image once, with its label. `cpu_per_sample_s`: of
 all its processes. Python's part of that is done by one thread at a time, and is much the same for
@@ -45,6 +47,7 @@ WAYS = ",".join(
 SEED = 5
 PHOTOS = 24  # files of the tree of photographs
 PHOTO_BATCH = 4
+EPOCHS = 3  # of a turn that count
 WARM_UP = 2  # batches of an overlap's turn that do not count
 
 
@@ -92,6 +95,13 @@ def loader_of(way: str, folder: str, batch: int, workers: int):
     return Loader(table, batch, seed=SEED, workers=workers, kind=way)
 
 
+def read_turn(loader) -> dict:
+    """Means of its epochs, one right after the other."""
+    _, *counted = (read_epoch(loader) for _ in range(1 + EPOCHS))
+    said = {what: statistics.mean(one[what] for one in counted) for what in ("time", "wait")}
+    return {**said, "seen": [one["seen"] for one in counted]}
+
+
 def read_epoch(loader) -> dict:
     """How long it took, and what of it says whether all were there."""
     before_s = getattr(loader, "wait_s", 0.0)
@@ -115,7 +125,7 @@ def read_main(way: str, folder: str, batch: int, workers: int) -> None:
     read_epoch(loader)  # workers start, files are in the page cache
     print(json.dumps({"ready": True}), flush=True)
     for _ in sys.stdin:
-        print(json.dumps(read_epoch(loader)), flush=True)
+        print(json.dumps(read_turn(loader)), flush=True)
     if hasattr(loader, "close"):
         loader.close()
 
@@ -235,12 +245,14 @@ def row_of(way: str, args, turns: list[dict]) -> dict:
         row["step_s"] = statistics.median(turn["step"] for turn in turns)
         row["ratio_to_larger"] = statistics.median(larger)
         return row
-    row["samples"] = turns[0]["seen"][0]
+    row["cpu_s"] /= 1 + EPOCHS
+    row["seen"] = turns[0]["seen"][0]
+    row["samples"] = row["seen"][0]
     row["samples_per_s"] = row["samples"] / row["median_s"]
     # A turn's is counted in hundredths of a second.
-    row["cpu_per_sample_s"] = statistics.mean(turn["cpu"] for turn in turns) / row["samples"]
-    row["seen"] = turns[0]["seen"]
-    row["identical"] = all(turn["seen"] == turns[0]["seen"] for turn in turns)
+    cpu_s = statistics.mean(turn["cpu"] for turn in turns) / (1 + EPOCHS)
+    row["cpu_per_sample_s"] = cpu_s / row["samples"]
+    row["identical"] = all(seen == row["seen"] for turn in turns for seen in turn["seen"])
     return row
 
 
