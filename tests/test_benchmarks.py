@@ -312,7 +312,7 @@ def test_scale(tmp_path: Path) -> None:
 
 
 def test_data(tmp_path: Path) -> None:
-    digits = ["direct", "process", "torch-direct", "torch"]
+    digits = ["direct", "thread", "process", "torch-direct", "torch"]
     photos = ["photos-thread", "overlap-thread", "overlap-process"]
     ways = ",".join(digits + photos)
     keys = ROW | {"way", "workers", "batch", "wait_s", "ratio_to_torch"}
@@ -321,7 +321,7 @@ def test_data(tmp_path: Path) -> None:
     for row in rows[-2:]:
         assert row.keys() >= {"decode_s", "step_s", "ratio_to_larger"}
     assert all(row["identical"] and row["cpu_per_sample_s"] > 0 for row in rows[:-2])
-    assert [row["samples"] for row in rows[:-2]] == [1797] * 4 + [24]
+    assert [row["samples"] for row in rows[:-2]] == [1797] * 5 + [24]
 
 
 def test_cluster(tmp_path: Path) -> None:
@@ -535,7 +535,7 @@ def is_under(process: psutil.Process, folder: Path) -> bool:
 
 
 def test_stages(tmp_path: Path) -> None:
-    ways = ["plain", "alone", "halves", "naive", "1f1b", "interleaved"]
+    ways = ["plain", "alone", "halves", "naive", "afab", "1f1b", "interleaved"]
     ways += ["torch", "1f1b@hub", "1f1b@door", "1f1b@amqp"]
     keys = ROW | {"way", "stages", "microbatches", "bubble", "bubble_in_theory", "ratio_to_plain"}
     keys |= {"heap_kept", "bubble_of_busy", "queued", "ratio_to_halves", "threads"}

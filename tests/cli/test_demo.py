@@ -85,6 +85,20 @@ def test_one_is_killed_and_another_joins(tmp_path):
     assert "manyhands run -n 3" in err  # what to type next
 
 
+def test_at_a_broker_and_not_long_enough(broker, tmp_path):
+    """After four epochs nobody reads well: that is an error. The run may be over, too, before the
+    late peer is in. All else is as it must be.
+    """
+    options = ["--epochs", "4", "--peers", "2", "--json", "--amqp", broker.url()]
+    code, out, err = demo(tmp_path, *options)
+    assert code == 1, err
+    *late, problem = problems = json.loads(out)["problems"]
+    assert "read right instead of 97 %" in problem
+    assert late in ([], ["peer-3 joined too late to compute anything"])
+    assert f"error: {'; '.join(problems)}" in err
+    assert "manyhands run -n 3" not in err
+
+
 def test_make_demo_amqp(tmp_path):
     """What it runs: through a RabbitMQ node of its own, that is gone afterwards."""
     environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

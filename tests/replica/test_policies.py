@@ -207,6 +207,8 @@ def test_a_sample_that_kills_stops_the_run_after_three_deaths(zygote, url, tmp_p
     calendar = Calendar(HANDS_SIZE, 24)
     epoch, start, _ = calendar.span(DEADLY)
     deadly = int(Order(HANDS_SIZE, seed=HANDS_SEED, epoch=epoch).indices(start + 5, start + 6)[0])
+    # Which a peer looks at when it joins.
+    assert deadly not in [(HANDS_SIZE - 1) * step // 15 for step in range(16)]
     options = {"checkpoints": str(tmp_path), "save_every": 1000, "grain": None}
     options |= {"deadly": deadly, "deadly_from": DEADLY, "linger_s": 1.0, "linger_from": 1}
     with Hands(zygote, url, **options) as hands:
